@@ -704,6 +704,29 @@ def test_long_tiles_of_queries(rng, dims, causal):
         run("bwd_4_wgmma", problem, causal, tiles=LONG_TILES, device=SMALL_DEVICE)
 
 
+@pytest.mark.parametrize("block_m", [32, 64, 96])
+def test_short_tiles_of_queries(rng, block_m):
+    """Under a mask, a warpgroup passes over those that see keys of the other one alone."""
+    for causal, dims in ((True, (64, 64)), (True, (128, 40)), (False, (40, 72))):
+        for lengths in LENGTHS:
+            problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
+            run("bwd_4_wgmma", problem, causal, tiles={"block_m": block_m}, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("bwd_4_consumer.cuh", "walk.tile < both_begin);", "walk.tile <= both_begin);"),
+        ("bwd_4_wgmma.cu", "if (consumer.both_see(walk)) turns.wait();", "turns.wait();"),
+    ],
+)
+def test_warpgroups_that_do_not_take_turns_for_the_same_tiles(rng, tmp_path, file, right, wrong):
+    options = {"tiles": {"block_m": 64}, "device": replace(SMALL_DEVICE, sm_count=1)}
+    problem = draw(rng, "bfloat16", 250, 250, dims=(64, 64), batch=1, heads=1, kv_heads=1)
+    with pytest.raises(EmulatorError, match="threads wait for others that do not come"):
+        run("bwd_4_wgmma", problem, True, **options, folder=planted(tmp_path, file, right, wrong))
+
+
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [

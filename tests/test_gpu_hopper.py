@@ -134,6 +134,7 @@ SAME_BITS = {
         Step, batch=3, seqlen=900, seqlen_k=200, heads=32, kv_heads=32, head_dim=128, causal=True
     ),
     "window": partial(Step, batch=2, seqlen=2000, heads=16, kv_heads=4, head_dim=128, window=(300, 20)),
+    "near window": partial(Step, batch=8, seqlen=1000, heads=12, kv_heads=12, head_dim=64, window=(64, 64)),
     "keys in parts": partial(Step, batch=1, seqlen=5000, heads=5, kv_heads=5, head_dim=64),
     "keys in parts, causal": partial(
         Step, batch=1, seqlen=4000, heads=4, kv_heads=2, head_dim=128, causal=True
@@ -500,6 +501,22 @@ def test_windows_that_see_nothing(cupy, head_dim, window, sizes):
     q, k, v, dout = on_gpu(problem)
     out, lse = cufa.attention(q, k, v, window=window, return_lse=True, kernel=FORWARD)
     assert_attention(out.get(), lse.get(), problem, window=window)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, window=window)
+    assert_gradients(tuple(x.get() for x in gradients), problem, window=window)
+
+
+# Of the warpgroups of the backward, one passes over tiles of queries that see keys of the other one alone.
+@pytest.mark.parametrize("window", [(0, 0), (64, 64), (63, 0), (5, 64), (127, 0), (300, 20)], ids=str)
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 12), (64, 4), (128, 12)])
+@pytest.mark.parametrize("lengths", [(1000, 1000), (900, 1330), (1330, 900)], ids=str)
+def test_near_windows(cupy, lengths, head_dim, kv_heads, window):
+    rng = np.random.default_rng(head_dim)
+    heads = {"batch": 3, "heads": 12, "kv_heads": kv_heads}
+    problem = random_problem(
+        rng, "bfloat16", head_dim=head_dim, seqlen_q=lengths[0], seqlen_k=lengths[1], **heads
+    )
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, window=window, return_lse=True)
     gradients = cufa.attention_backward(dout, q, k, v, out, lse, window=window)
     assert_gradients(tuple(x.get() for x in gradients), problem, window=window)
 

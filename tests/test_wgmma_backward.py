@@ -158,6 +158,8 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     ("head_dim", "value_dim", "features"),
     [
         (64, 64, Features(window=(100, 20))),
+        (64, 64, Features(window=(64, 64))),
+        (40, 64, Features(window=(64, 64), softcap=True)),
         (64, 64, Features(packed=True, seqused_k=True)),
         (128, 128, Features(softcap=True)),
         (128, 128, Features(sink=True, gradients=("sink",))),
@@ -484,6 +486,22 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
     assert dict(plan_of(deterministic(call)).macros)["HAS_OUTBOXES"] is False
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "window", "block_m"),
+    [
+        (64, (64, 64), 64),
+        (40, (0, 64), 64),
+        (64, (65, 64), 128),
+        (64, (64, None), 128),
+        (64, (127, 0), 128),
+        (64, (None, None), 128),
+        (128, (64, 64), 64),
+    ],
+)
+def test_tiles_of_queries_are_short_in_a_window_that_is(head_dim, window, block_m):
+    assert plan_of(windowed(head_dim, window)).tiles["block_m"] == block_m
+
+
 def test_sums_of_dq_are_padded_to_panels_and_tiles():
     plan = plan_of(problem(80, seqlen=100))
     sums, statistics, *_ = plan.scratch
@@ -497,11 +515,11 @@ def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgrou
     assert sums.shape == (2 * 4 * 2, padded, 64)
 
 
-@pytest.mark.parametrize(("block_m", "padded"), [(64, 128), (96, 64)])
-def test_sums_of_dq_are_those_of_the_tiles_that_were_chosen(block_m, padded):
-    """Of few queries a tile has two panels for these head dims, too."""
+@pytest.mark.parametrize("block_m", [32, 64, 96])
+def test_sums_of_dq_are_those_of_the_tiles_that_were_chosen(block_m):
+    """Each warpgroup has half of the queries of one panel."""
     plan = plan_of(problem(40, 72, seqlen=100), block_m=block_m)
-    assert plan.scratch[0].shape[1:] == (padded, block_m)
+    assert plan.scratch[0].shape[1:] == (64, block_m)
     assert jit.build(plan.variant).warnings == ()
 
 
@@ -515,7 +533,7 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
     [
         (128, 128, {"block_m": 60}, "block_m must be a multiple of 16 up to 256"),
         (128, 128, {"block_n": 64}, "block_n must be 128, 64 for a warpgroup's rows"),
-        (64, 64, {"block_m": 64}, "block_m must be 128, 64 for a warpgroup's dQ"),
+        (64, 64, {"block_m": 80}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
         (64, 128, {"block_m": 128}, "a thread needs about 256 registers, and there are 240"),
         (192, 128, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
         (128, 128, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),

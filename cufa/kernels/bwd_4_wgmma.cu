@@ -8,7 +8,8 @@
 // exponentiates. A block processes many tiles of keys: while the gradients of one are stored, the
 // products of the next run. Where many queries see a key, a warpgroup puts all its gradients into
 // an outbox, from which TMA adds dQ to the sums. If the warpgroup added them itself, it would wait
-// until memory took them. Above head dim 128, with at most 128 value dims, dK leaves registers for
+// until memory took them. Where a mask leaves a tile of queries to the keys of one warpgroup, the
+// other passes over it. Above head dim 128, with at most 128 value dims, dK leaves registers for
 // S or for dP, but not for both.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
@@ -41,6 +42,19 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 // product for dV need not wait for dP.
 constexpr bool kValuesEarly = kShortTiles;
 
+// Passes over a tile of queries that see none of a warpgroup's keys: dS^T is 0, and dQ of the tile
+// before is due.
+template <class Walk>
+__device__ inline void pass_over(Consumer& consumer, const Walk& walk) {
+    QueryPart dq, sums;
+    const Weights none = {};
+    consumer.share(none);
+    consumer.issue_query_gradients(dq);
+    wait_part<0>(dq);
+    consumer.add_query_gradients(dq, sums);
+    consumer.finish(walk);
+}
+
 // Sums the gradients of a warpgroup's keys over all tiles of queries. dQ of the last tile is left
 // to the caller.
 template <class Walk>
@@ -52,10 +66,14 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         QueryPart dq, sums;
         Weights p, ds;
         if (walk.masked()) consumer.begin_masked(walk);
+        if (consumer.passes_over(walk)) {
+            pass_over(consumer, walk);
+            continue;
+        }
         if constexpr (kDropout) consumer.draw_kept(walk);
         consumer.begin_scores(s, walk);
         consumer.begin_weight_gradients(dp);
-        turns.wait();
+        if (consumer.both_see(walk)) turns.wait();
         consumer.issue_scores(s);
         consumer.issue_weight_gradients(dp);
 
@@ -65,7 +83,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
             consumer.round_weights(p, s);
             consumer.issue_value_gradients(dv, p);
         }
-        turns.pass();
+        if (consumer.both_see(walk)) turns.pass();
 
         wait_product<kValuesEarly ? 1 : 0>(dp);
         consumer.differentiate(dp, s, walk);

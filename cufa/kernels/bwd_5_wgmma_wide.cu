@@ -155,12 +155,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params, work);
+        } else if (kTurns && warp <= kConsumers) {
+            pass_turns(smem, params, work, warp - 1);
         } else if (kTurns && threadIdx.x % 32 == 0) {
-            if (warp <= kConsumers) {
-                pass_turns(smem, params, work, warp - 1);
-            } else {
-                take_turns(smem, params, work);
-            }
+            take_turns(smem, params, work);
         }
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();

@@ -54,7 +54,7 @@ struct ValueForm<true> {
     using KeyTile = HalvedKeyTile<kBlockN, kHeadDim>;
     using ValueTile = TransposedTile<kBlockN, kDims>;
     using Helpers = Inspection;
-    static constexpr int kReaders = kConsumers * kWarpgroup / 32 + kInspectors;
+    static constexpr int kReaders = kConsumers * kWarps + kInspectors;
     static constexpr int kHelpers = kInspectors;
     template <class Self, class Smem>
     using Consumer = TransposedConsumer<Self, Smem, kDims>;

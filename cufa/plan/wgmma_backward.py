@@ -24,18 +24,15 @@ from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_backward_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    LONG_TILES,
     MOST_KEY_STAGES,
     PRODUCER_REGISTERS,
     SUM_BYTES,
     THREADS,
-    TILES,
     WIDE_TILES,
     Tiles,
     are_long,
+    best_tiles,
     check_tiles,
-    has_long_tiles,
-    head_cols,
     narrow_cost,
     padded_dims,
     scores_together,
@@ -63,14 +60,14 @@ ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 class _Kind:
     """What differs between the two kernels, for one call.
 
-    `best` are the fastest tiles, with all heads in one part. `padded_dim_of` gives the head dim of dQ's sums.
+    `best` are the fastest tiles, with all heads in one part. `padded_dim` is the head dim of dQ's sums.
     A block `stays` for many tiles of keys, or has only one. With `bias_boxes` the copy engine brings the
     bias.
     """
 
     best: Tiles
     adding_of: Callable[[Tiles], Adding]
-    padded_dim_of: Callable[[Tiles], int]
+    padded_dim: int
     stays: bool
     bias_boxes: bool
     cost_of: Callable[[Tiles], Cost]
@@ -79,9 +76,7 @@ class _Kind:
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_4_wgmma`: blocks for tiles of queries, for one or more tiles of keys, and for tiles of queries."""
-    dim = max(problem.head_dim, problem.value_dim)
-    short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
-    best = LONG_TILES if has_long_tiles(problem) else short
+    best = best_tiles(problem)
 
     def adding_of(tiles: Tiles) -> Adding:
         return way_of_adding(problem, device, best, tiles)
@@ -96,7 +91,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     kind = _Kind(
         best=best,
         adding_of=adding_of,
-        padded_dim_of=lambda tiles: round_up(head_cols(problem, tiles), PANEL_COLS),
+        padded_dim=round_up(problem.head_dim, PANEL_COLS),
         stays=True,
         bias_boxes=has_bias_boxes(problem),
         cost_of=lambda tiles: narrow_cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
@@ -116,7 +111,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     kind = _Kind(
         best=WIDE_TILES,
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles),
-        padded_dim_of=lambda _: padded_dims(problem.head_dim),
+        padded_dim=padded_dims(problem.head_dim),
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
@@ -140,12 +135,11 @@ def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind
 def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Decisions:
     chosen = _choose(problem, device, overrides, kind)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
-    padded_dim = kind.padded_dim_of(tiles)
     adding = kind.adding_of(tiles)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
     rounds = _rounds(problem, device, kind, tiles, adding)
-    round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
+    round_smem_bytes = tiles.block_m * (kind.padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     helper_warps = HELPER_THREADS // device.warp_size
     sink = sink_launch(problem, HELPER_THREADS, helper_warps)
 
@@ -192,7 +186,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (query_parts, padded_dim, tiles.block_m)),
+            Scratch("dQ sums", (query_parts, kind.padded_dim, tiles.block_m)),
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.all_parts),
             *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),
@@ -212,7 +206,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
 def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding) -> bool:
     """Whether the blocks round dQ, which is faster than a launch of its own where few blocks share it."""
     # Otherwise threads have no registers to round dQ.
-    has_registers = min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
+    has_registers = min(tiles.block_m, kind.padded_dim) <= PANEL_COLS
     if adding is not Adding.ALONE:
         few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers

@@ -96,6 +96,9 @@ TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMM
 # seldom go on to other keys, so waiting for those matters little.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
+# The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
+# are seen by at most three, and it passes over the rest. In wider windows short tiles cost more than that.
+NEAR_TILES, NEAR = Tiles(64, CONSUMERS * WGMMA_M, 3), 64
 
 
 def has_long_tiles(problem: Problem) -> bool:
@@ -111,15 +114,20 @@ def has_long_tiles(problem: Problem) -> bool:
     return problem.seeing_queries >= MANY_QUERIES
 
 
+def best_tiles(problem: Problem) -> Tiles:
+    """The fastest tiles of `bwd_4_wgmma`, with all heads in one part."""
+    if has_long_tiles(problem):
+        return LONG_TILES
+    dim = max(problem.head_dim, problem.value_dim)
+    reaches_far = any(side is None or side > NEAR for side in problem.features.window)
+    if dim <= PANEL_COLS and not reaches_far:
+        return NEAR_TILES
+    return next(tiles for limit, tiles in TILES.items() if dim <= limit)
+
+
 def are_long(problem: Problem, tiles: Tiles) -> bool:
     """Whether a tile has more sums of dQ than a warpgroup can add without a long wait."""
     return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
-
-
-def head_cols(problem: Problem, tiles: Tiles) -> int:
-    """Columns of the tiles of Q and K: at least two panels if tiles of queries are short."""
-    short = tiles.block_m <= PANEL_COLS and problem.head_dim <= PANEL_COLS
-    return 2 * PANEL_COLS if short else problem.head_dim
 
 
 def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
@@ -127,9 +135,7 @@ def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> 
     check_parts(problem, tiles, tiles.parts)
     if tiles.block_n != best.block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
-    if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:
-        raise ValueError(f"tiles {tiles}: block_m must be {best.block_m}, {PANEL_COLS} for a warpgroup's dQ")
-    panels = ceil_div(head_cols(problem, tiles), PANEL_COLS)
+    panels = ceil_div(problem.head_dim, PANEL_COLS)
     if best.block_n == CONSUMERS * WGMMA_M and panels % CONSUMERS and tiles.block_m % (2 * WGMMA_K):
         raise ValueError(f"tiles {tiles}: block_m must be a multiple of 32, 16 for half a warpgroup's dQ")
     if registers > CONSUMER_REGISTERS:
@@ -156,11 +162,11 @@ def statistics_bytes(tiles: Tiles) -> int:
 def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Cost:
     """The cost of tiles of `bwd_4_wgmma` with this many stages of keys."""
     m, n = tiles.block_m, tiles.block_n
-    cols = head_cols(problem, tiles)
-    outbox_bytes = m * round_up(cols, PANEL_COLS) // CONSUMERS * SUM_BYTES if outboxes else SUM_BYTES
+    dim = problem.head_dim
+    outbox_bytes = m * round_up(dim, PANEL_COLS) // CONSUMERS * SUM_BYTES if outboxes else SUM_BYTES
     smem_bytes = (
-        key_stages * (panel_tile_bytes(n, cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
-        + tiles.stages * (panel_tile_bytes(m, cols) + panel_tile_bytes(m, problem.value_dim))
+        key_stages * (panel_tile_bytes(n, dim) + panel_tile_bytes(n, problem.value_dim))  # K, V
+        + tiles.stages * (panel_tile_bytes(m, dim) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * n * m * problem.itemsize  # dS
         + n * m * problem.itemsize * has_bias_boxes(problem)
         + CONSUMERS * (outbox_bytes + LABEL_BYTES + LENGTHS_BYTES * lengths_vary(problem))
@@ -169,7 +175,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS + 2)
         + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
-    head, value = round_up(cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    head, value = round_up(dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, or dP and P rounded; dK and dV
     scores = m if scores_together(problem) else m // 2 + m // 4
     registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS

@@ -14,24 +14,28 @@ constexpr bool kOutboxes = HAS_OUTBOXES;
 static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 // Whether a warpgroup that rounds dQ loads the sums of other keys while products run. With short
-// tiles, which are for more head dims, it has no registers for them.
+// tiles, which are mostly for more head dims, it has no registers for them.
 constexpr bool kSumsEarly = kRounds && !kShortTiles && kAdding == kAlone;
 // Whether dO has barriers of its own, so that S can begin once Q is there. Elsewhere this is no
 // faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;
-// With short tiles of queries dQ has at least two panels of dims, one for each warpgroup.
-constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
+// Whether a warpgroup passes over tiles of queries that see keys of the other one alone. If tiles
+// are short, a mask leaves one at an end. Somebody would have to pass over their bias, too. A soft
+// cap leaves no registers for this.
+constexpr bool kPassesOver =
+    kShortTiles && kScoresTogether && kRangeMask && !kKeyMask && !kBias && !kSoftcap;
 // Bytes of a row of dS^T in a panel: narrow if queries would fill only part of a panel.
 constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
-constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
+constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
-using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
+using KeyRows = PanelTile<kWgmmaM, kHeadDim>;
 using ValueRows = PanelTile<kWgmmaM, kValueDim>;
-using QueryRows = PanelTile<kBlockM, kHeadCols>;
+using QueryRows = PanelTile<kBlockM, kHeadDim>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
 using Keys = KeyOrder<kBlockN>;
 using Tiles = QueryTileRange<kBlockM, kBlockN>;
+using OwnTiles = QueryTileRange<kBlockM, kWgmmaM>;  // of a warpgroup's keys
 using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 

@@ -38,7 +38,8 @@ struct Consumer : KeyGradients {
     KeySoftmax<kBlockM> softmax;
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
     int first_sums;
-    bool sets_sums;  // whether no keys precede: those of a window, of the tile before
+    int both_begin, both_end;  // the tiles of queries that see keys of both warpgroups
+    bool sets_sums;            // whether no keys precede: those of a window, of the tile before
     RingPosition<kStages> at;
     RingPosition<1> bias_at;
     float* tile_before;  // sums of dQ of the tile before; its dS is a stage before
@@ -53,7 +54,12 @@ struct Consumer : KeyGradients {
     __device__ bool receive() {
         smem.keys_ring.wait_full(keys_at);
         const int first_key = work().first_key + warpgroup * kWgmmaM;
-        softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
+        const Mask mask = work().mask(params.call);
+        softmax = KeySoftmax<kBlockM>(params.call, mask, first_key);
+        if constexpr (kPassesOver) {
+            both_begin = OwnTiles(mask, work().first_key + kWgmmaM).begin;
+            both_end = OwnTiles(mask, work().first_key).end;
+        }
         first_sums = QueryWorkspace(params.call).first_sums_of(params.call, work());
         sets_sums = Keys::sets_sums(work());
         tile_before = nullptr;
@@ -92,6 +98,17 @@ struct Consumer : KeyGradients {
             const int row = warpgroup * kWgmmaM + row_of_warp();
             softmax.find_seen(place_of(walk), rules, work().first_key + row);
         }
+    }
+
+    // Whether a tile of queries sees none of this warpgroup's keys.
+    template <class Walk>
+    __device__ bool passes_over(const Walk& walk) const {
+        return kPassesOver && (warpgroup == 0 ? walk.tile >= both_end : walk.tile < both_begin);
+    }
+    // Whether both warpgroups compute for it, and so take turns.
+    template <class Walk>
+    __device__ bool both_see(const Walk& walk) const {
+        return !kPassesOver || (walk.tile >= both_begin && walk.tile < both_end);
     }
 
     template <class Walk>

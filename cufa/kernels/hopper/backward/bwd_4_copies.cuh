@@ -138,7 +138,7 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
         smem.keys_ring.wait_full(at);
         const KeyWork& work = smem.work[at.stage];
         if (!work.exists()) return;
-        if (kTurns && threadIdx.x % 32 == 0) {
+        if (kTurns) {
             const Tiles tiles(params.call, work);
             pass_turns(smem.order[first], turn, QueryWorkspace(params.call), first, params.call,
                        work, RangeWalk(tiles, params.call.sizes, work.part));

@@ -107,7 +107,8 @@ struct KeyOrder {
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
         return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
     }
-    // Whether no query sees keys before these. In a window, some tiles of queries do.
+    // Whether no query sees keys before these. In a window, QueryTileRange::first_of says it of
+    // each tile of queries.
     __device__ static bool sets_sums(const KeyWork& work) {
         return kFirstSets && work.first_key == 0;
     }

@@ -42,7 +42,8 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPo
     }
 }
 
-// Passes on the turns of one warpgroup.
+// Passes on the turns of one warpgroup. A whole warp waits for it: a thread that others of its warp
+// wait for would poll all the time.
 template <int Stages, class Workspace, class Walk>
 __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>& to,
                                   const Workspace& workspace, int warpgroup,
@@ -51,10 +52,13 @@ __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>
     for (; !at.at_end(); at.advance()) {
         const int place = workspace.place_from(first_place, at.head, at.tile);
         wait_for(order.added[to.stage], to.parity, to.stage);
-        order.release(to);
-        if (kAdding == kInOrder || work.first_key == 0) {
-            ptx::add_release(&workspace.added[place][warpgroup], 1);
+        if (threadIdx.x % 32 == 0) {
+            order.release(to);
+            if (kAdding == kInOrder || work.first_key == 0) {
+                ptx::add_release(&workspace.added[place][warpgroup], 1);
+            }
         }
+        __syncwarp();
         to.advance();
     }
 }

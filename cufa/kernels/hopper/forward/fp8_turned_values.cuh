@@ -29,7 +29,7 @@ struct Turning {
     // same queries.
     unsigned int nan[kStages][kHelperWarps];
 
-    __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kHelperWarps); }
+    __device__ void init() { ring.init(kConsumers * kWarps, kHelperWarps); }
 };
 
 template <class Smem>

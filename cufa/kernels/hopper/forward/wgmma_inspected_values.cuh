@@ -16,7 +16,7 @@ constexpr int kInspectors = kCutKeys ? kHelperWarps : 0;
 // The inspectors' shared memory.
 struct Inspection {
     ptx::Barrier done[kStages];
-    unsigned int found[kStages][kWarpgroup / 32];  // what each inspector found
+    unsigned int found[kStages][kWarps];  // what each inspector found
 
     __device__ void init() {
         for (ptx::Barrier& barrier : done)

@@ -506,12 +506,12 @@ def test_windows_that_see_nothing(cupy, head_dim, window, sizes):
 
 
 # Of the warpgroups of the backward, one passes over tiles of queries that see keys of the other one alone.
-@pytest.mark.parametrize("window", [(0, 0), (64, 64), (63, 0), (5, 64), (127, 0), (300, 20)], ids=str)
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 12), (64, 4), (128, 12)])
+@pytest.mark.parametrize("window", [(0, 0), (64, 64), (127, 20)], ids=str)
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 4), (64, 2), (128, 4)])
 @pytest.mark.parametrize("lengths", [(1000, 1000), (900, 1330), (1330, 900)], ids=str)
 def test_near_windows(cupy, lengths, head_dim, kv_heads, window):
     rng = np.random.default_rng(head_dim)
-    heads = {"batch": 3, "heads": 12, "kv_heads": kv_heads}
+    heads = {"batch": 3, "heads": 4, "kv_heads": kv_heads}
     problem = random_problem(
         rng, "bfloat16", head_dim=head_dim, seqlen_q=lengths[0], seqlen_k=lengths[1], **heads
     )

@@ -665,7 +665,7 @@ def test_lengths(rng, kernel, dims, causal):
         run(kernel, problem, causal, tiles=None, device=SMALL_DEVICE)
 
 
-@pytest.mark.parametrize(("kernel", "dims"), cases((192, 128), (104, 248), (256, 256)))
+@pytest.mark.parametrize(("kernel", "dims"), cases((192, 128), (152, 72), (104, 248), (256, 256)))
 def test_large_head_dims(rng, kernel, dims):
     problem = draw(rng, "bfloat16", 150, 200, dims=dims, batch=1, heads=2, kv_heads=2)
     run(kernel, problem, True, device=SMALL_DEVICE)

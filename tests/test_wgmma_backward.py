@@ -502,15 +502,16 @@ def test_tiles_of_queries_are_short_in_a_window_that_is(head_dim, window, block_
     assert plan_of(windowed(head_dim, window)).tiles["block_m"] == block_m
 
 
-def test_sums_of_dq_are_padded_to_panels_and_tiles():
-    plan = plan_of(problem(80, seqlen=100))
+@pytest.mark.parametrize(("head_dim", "padded"), [(7, 16), (72, 80), (80, 80), (128, 128)])
+def test_sums_of_dq_are_padded_to_tiles_and_to_the_dims_of_a_warp(head_dim, padded):
+    plan = plan_of(problem(head_dim, 80, seqlen=100))
     sums, statistics, *_ = plan.scratch
-    assert sums.shape == (2 * 4 * 2, 128, 64)
+    assert sums.shape == (2 * 4 * 2, padded, 64)
     assert statistics.shape == (2 * 4 * 2, 2 * 64 + 4)
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(40, 128), (129, 192), (192, 192), (193, 256)])
-def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgroup(head_dim, padded):
+@pytest.mark.parametrize(("head_dim", "padded"), [(40, 48), (129, 144), (192, 192), (193, 208)])
+def test_wide_sums_of_dq_are_padded_to_the_dims_of_a_warp(head_dim, padded):
     sums, *_ = plan_of(problem(head_dim, 200, seqlen=100)).scratch
     assert sums.shape == (2 * 4 * 2, padded, 64)
 
@@ -519,7 +520,7 @@ def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgrou
 def test_sums_of_dq_are_those_of_the_tiles_that_were_chosen(block_m):
     """Each warpgroup has half of the queries of one panel."""
     plan = plan_of(problem(40, 72, seqlen=100), block_m=block_m)
-    assert plan.scratch[0].shape[1:] == (64, block_m)
+    assert plan.scratch[0].shape[1:] == (48, block_m)
     assert jit.build(plan.variant).warnings == ()
 
 

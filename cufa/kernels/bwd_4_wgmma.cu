@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
     ptx::wait_for_launch_before();
-    round_tile<kHelperThreads, kBlockM, kPanels, Sums>(params.call);
+    round_tile<kHelperThreads, kBlockM, Sums>(params.call);
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

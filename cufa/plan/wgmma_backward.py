@@ -26,6 +26,7 @@ from cufa.plan.wgmma_backward_tiles import (
     CONSUMERS,
     MOST_KEY_STAGES,
     PRODUCER_REGISTERS,
+    SLAB_DIMS,
     SUM_BYTES,
     THREADS,
     WIDE_TILES,
@@ -34,7 +35,6 @@ from cufa.plan.wgmma_backward_tiles import (
     best_tiles,
     check_tiles,
     narrow_cost,
-    padded_dims,
     scores_together,
     statistics_bytes,
     wide_cost,
@@ -60,14 +60,12 @@ ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 class _Kind:
     """What differs between the two kernels, for one call.
 
-    `best` are the fastest tiles, with all heads in one part. `padded_dim` is the head dim of dQ's sums.
-    A block `stays` for many tiles of keys, or has only one. With `bias_boxes` the copy engine brings the
-    bias.
+    `best` are the fastest tiles, with all heads in one part. A block `stays` for many tiles of keys, or has
+    only one. With `bias_boxes` the copy engine brings the bias.
     """
 
     best: Tiles
     adding_of: Callable[[Tiles], Adding]
-    padded_dim: int
     stays: bool
     bias_boxes: bool
     cost_of: Callable[[Tiles], Cost]
@@ -91,7 +89,6 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     kind = _Kind(
         best=best,
         adding_of=adding_of,
-        padded_dim=round_up(problem.head_dim, PANEL_COLS),
         stays=True,
         bias_boxes=has_bias_boxes(problem),
         cost_of=lambda tiles: narrow_cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
@@ -111,7 +108,6 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     kind = _Kind(
         best=WIDE_TILES,
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles),
-        padded_dim=padded_dims(problem.head_dim),
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
@@ -136,10 +132,11 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     chosen = _choose(problem, device, overrides, kind)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     adding = kind.adding_of(tiles)
+    padded_dim = round_up(problem.head_dim, SLAB_DIMS)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
     rounds = _rounds(problem, device, kind, tiles, adding)
-    round_smem_bytes = tiles.block_m * (kind.padded_dim * problem.itemsize + ROW_PADDING_BYTES)
+    round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     helper_warps = HELPER_THREADS // device.warp_size
     sink = sink_launch(problem, HELPER_THREADS, helper_warps)
 
@@ -186,7 +183,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (query_parts, kind.padded_dim, tiles.block_m)),
+            Scratch("dQ sums", (query_parts, padded_dim, tiles.block_m)),
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.all_parts),
             *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),
@@ -206,7 +203,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
 def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding) -> bool:
     """Whether the blocks round dQ, which is faster than a launch of its own where few blocks share it."""
     # Otherwise threads have no registers to round dQ.
-    has_registers = min(tiles.block_m, kind.padded_dim) <= PANEL_COLS
+    has_registers = min(tiles.block_m, problem.head_dim) <= PANEL_COLS
     if adding is not Adding.ALONE:
         few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers

@@ -30,6 +30,8 @@ from cufa.rounding import ceil_div, round_up
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
 SUM_BYTES = 4
+# The dims of dQ that a warp sums: those of the sums in memory are padded to them.
+SLAB_DIMS = WGMMA_M // 4
 # The tiles of keys that a block holds if it stays for many and they fit; the bytes that identify one: batch,
 # head, first key.
 MOST_KEY_STAGES = 2

@@ -222,9 +222,10 @@ struct Consumer : KeyGradients {
         for (float& sum : sums.panel) sum = 0;
         for (float& sum : sums.half) sum = 0;
         if (tile_before == nullptr || !last_before || sets_sums) return;
-        if constexpr (kWholePanel)
-            Sums::collect(sums.panel, Sums::panel_of(tile_before, warpgroup));
-        if constexpr (kHalfPanel) Sums::collect(sums.half, Sums::half_of(tile_before, warpgroup));
+        const Sums::Part panel = Sums::panel_of(tile_before, warpgroup);
+        const Sums::Part half = Sums::half_of(tile_before, warpgroup);
+        if (kWholePanel && panel.has_own_slab()) Sums::collect(sums.panel, panel.sums);
+        if (kHalfPanel && half.has_own_slab()) Sums::collect(sums.half, half.sums);
     }
 
     // Adds this warpgroup's part of dQ of the tile before to its sums, or rounds both together.
@@ -232,21 +233,16 @@ struct Consumer : KeyGradients {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
+        const Sums::Part panel = Sums::panel_of(tile_before, warpgroup);
         if constexpr (kOutboxes) {
             wait_for_outbox();
-            Sums::write(smem.outboxes[warpgroup].queries(), dq.panel);
-            return post({OutboxLabel::kQueries, Sums::panel_of(tile_before, warpgroup), {}});
+            if (panel.has_own_slab()) Sums::write(smem.outboxes[warpgroup].queries(), dq.panel);
+            return post({OutboxLabel::kQueries, panel.sums, {}});
         }
+        const Sums::Part half = Sums::half_of(tile_before, warpgroup);
         if (kTurns) smem.order[warpgroup].wait_full(from);
-        float* const panel = Sums::panel_of(tile_before, warpgroup);
-        float* const half = Sums::half_of(tile_before, warpgroup);
-        if (kRounds && last_before) {
-            if constexpr (kWholePanel) round_query_gradients(dq.panel, sums.panel, panel);
-            if constexpr (kHalfPanel) round_query_gradients(dq.half, sums.half, half);
-        } else {
-            if constexpr (kWholePanel) Sums::add(panel, dq.panel, sets_sums);
-            if constexpr (kHalfPanel) Sums::add(half, dq.half, sets_sums);
-        }
+        if (kWholePanel && panel.has_own_slab()) add_or_round(dq.panel, sums.panel, panel.sums);
+        if (kHalfPanel && half.has_own_slab()) add_or_round(dq.half, sums.half, half.sums);
         if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
     }
 
@@ -326,10 +322,12 @@ struct Consumer : KeyGradients {
         }
     }
 
-    // Rounds a part of dQ: this warpgroup's sums and those of other keys, loaded or yet to load.
+    // Adds a part of dQ of the tile before, or rounds it with the sums of other keys, loaded or yet
+    // to load.
     template <int Count>
-    __device__ void round_query_gradients(float (&dq)[Count], const float (&loaded)[Count],
-                                          const float* part) const {
+    __device__ void add_or_round(float (&dq)[Count], const float (&loaded)[Count],
+                                 float* part) const {
+        if (!kRounds || !last_before) return Sums::add(part, dq, sets_sums);
         if (kSumsEarly) {
 #pragma unroll
             for (int i = 0; i < Count; ++i) dq[i] += loaded[i];

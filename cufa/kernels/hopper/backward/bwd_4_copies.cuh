@@ -176,7 +176,7 @@ __device__ inline void send(Smem& smem, const Params& params, int consumer) {
             send_out<kHeadDim, 32>(params.dk, params.call.dk, outbox.keys(), params.call,
                                    label.work, key, 0);
         } else if (threadIdx.x % 32 == 0) {
-            ptx::add_to_global(label.sums, outbox.queries(), Sums::kPanel * sizeof(float));
+            ptx::add_to_global(label.sums, outbox.queries(), Sums::panel_bytes(consumer));
             ptx::commit_stores();
         }
         __syncwarp();

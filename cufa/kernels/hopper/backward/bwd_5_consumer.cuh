@@ -240,23 +240,23 @@ struct Consumer {
     }
 
   private:
-    // Adds a panel to the sums of a tile, or rounds both together.
+    // Adds a panel to the sums of a tile, once it is this warpgroup's turn.
     __device__ void add_panel(float* tile, bool last, bool sets, int panel, QueryPart& dq) {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
-        float* const part = Sums::panel_of(tile, kQueryPart.begin + panel);
-        if (kRounds && last) {
-            if (!sets) Sums::collect(dq, part);
-            const QueryWorkspace workspace(params.call);
-            const Sequence sequence = work.sequence(params.call);
-            workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile, part,
-                            dq);
-        } else {
-            Sums::add(part, dq, sets);
-        }
+        const Sums::Part part = Sums::panel_of(tile, kQueryPart.begin + panel);
+        if (part.has_own_slab()) add_or_round(tile, last, sets, part.sums, dq);
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);
             turn.advance();
         }
+    }
+    // Adds a panel, or rounds it with the sums of other keys.
+    __device__ void add_or_round(float* tile, bool last, bool sets, float* part, QueryPart& dq) {
+        if (!kRounds || !last) return Sums::add(part, dq, sets);
+        if (!sets) Sums::collect(dq, part);
+        const QueryWorkspace workspace(params.call);
+        const Sequence sequence = work.sequence(params.call);
+        workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile, part, dq);
     }
 
     template <class Walk>

@@ -139,17 +139,18 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
 }
 
 // A tile of dQ, rounded. Rows are padded by one vector against bank conflicts.
-template <int BlockM, int Panels>
+template <int BlockM, int Dims>
 struct RoundedTile {
     static constexpr int kVector = 16 / sizeof(scalar_t);
-    alignas(16) scalar_t rows[BlockM][Panels * kPanelCols + kVector];
+    alignas(16) scalar_t rows[BlockM][Dims + kVector];
 };
 
 // Rounds a tile of dQ. The sums of rows that see no key were never set.
-template <int Threads, int BlockM, int Panels, class Sums>
+template <int Threads, int BlockM, class Sums>
 __device__ inline void round_tile(const BackwardParams& call) {
-    constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;
-    auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
+    using Rounded = RoundedTile<BlockM, Sums::kDims>;
+    constexpr int kVector = Rounded::kVector;
+    auto& rounded = shared_memory<Rounded, ROUND_SMEM_BYTES>().rows;
     const auto at = QueryBlock<BlockM, Sums>::own(call);
     if (!at.exists()) return;
     const float scale = call.softmax_scale * kept_scale(call.features);
@@ -157,7 +158,7 @@ __device__ inline void round_tile(const BackwardParams& call) {
 #pragma unroll
     for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
         const auto four = fours[i];
-        const int query = Sums::query(i), dim = Sums::dim(i);
+        const auto [query, dim] = Sums::place_of(i);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             rounded[query + e % 2][dim + e / 2 * 8] = from_acc<scalar_t>(four[e] * scale);

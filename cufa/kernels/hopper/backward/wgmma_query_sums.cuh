@@ -7,39 +7,61 @@
 #include "hopper/backward/wgmma_key_sums.cuh"
 #include "scores/dropout.cuh"
 
-// A tile of dQ^T in the layout of the warpgroups: panels of 64 dims by BlockM queries. If Halved,
-// the last panel is two halves, each with half of the queries. Each part is a warpgroup's
-// accumulators, in groups of four per thread.
+// A tile of dQ^T in the layout of the warpgroups: parts that are panels of 64 dims by BlockM
+// queries or, if Halved, halves of the last panel, each with half of the queries. A part has slabs
+// of 16 dims, one of each warp with its accumulators in groups of four per thread. Dims that only
+// pad a panel have no slab.
 template <int BlockM, int Panels, bool Halved>
 struct QuerySums {
     static constexpr int kPanel = kPanelCols * BlockM;
-    static constexpr int kTile = Panels * kPanel;
+    static constexpr int kSlabDims = kWgmmaM / (kWarpgroup / 32);
+    static constexpr int kDims = round_up(kHeadDim, kSlabDims);
+    static constexpr int kTile = kDims * BlockM;
+    static constexpr bool kPadded = kDims != Panels * kPanelCols;
 
-    // The address of a part of a tile.
-    __device__ static float* panel_of(float* tile, int panel) { return tile + panel * kPanel; }
-    __device__ static float* half_of(float* tile, int half) {
-        return panel_of(tile, Panels - 1) + half * (kPanel / 2);
+    struct Part {
+        float* sums;
+        int dims;  // that have slabs
+
+        // Whether the warp has sums of them. If not, it must leave the part alone.
+        __device__ bool has_own_slab() const {
+            return !kPadded || static_cast<int>(threadIdx.x % kWarpgroup / 32) * kSlabDims < dims;
+        }
+    };
+    __device__ static Part panel_of(float* tile, int panel) {
+        return {tile + panel * kPanel, dims_of(panel)};
+    }
+    __device__ static Part half_of(float* tile, int half) {
+        return {panel_of(tile, Panels - 1).sums + half * kHalfFours * 4, dims_of(Panels - 1)};
+    }
+    // The bytes of a panel's slabs, which follow each other.
+    __device__ static int panel_bytes(int panel) {
+        return dims_of(panel) * BlockM * static_cast<int>(sizeof(float));
     }
 
-    // The query and the dim of the first of four sums with this index. The second has the next
-    // query, the other two are eight dims further on.
-    __device__ static int query(int four) {
-        const bool in_half = Halved && four >= (Panels - 1) * (kPanel / 4);
-        const int cols = in_half ? BlockM / 2 : BlockM;
-        const int half = in_half ? four % (kPanel / 4) / (kPanel / 8) : 0;
-        return half * cols + four / kWarpgroup % (cols / 8) * 8 + four % 4 * 2;
-    }
-    __device__ static int dim(int four) {
-        return four / (kPanel / 4) * kPanelCols + four % kWarpgroup / 32 * 16 + four % 32 / 4;
+    // Where the first of four sums with this index belongs. The second has the next query, the
+    // other two are eight dims further on.
+    struct Place {
+        int query, dim;
+    };
+    __device__ static Place place_of(int four) {
+        const bool in_half = Halved && four >= kFirstOfHalves;
+        const int in_halves = four - kFirstOfHalves;
+        const int in_part = in_half ? in_halves % kHalfFours : four;
+        const int half = in_half ? in_halves / kHalfFours : 0;
+        const int cols = in_half ? BlockM / 2 : BlockM, slab_fours = kSlabDims * cols / 4;
+        const int first_dim = in_half ? (Panels - 1) * kPanelCols : 0;
+        return {half * cols + in_part % slab_fours / 32 * 8 + four % 4 * 2,
+                first_dim + in_part / slab_fours * kSlabDims + four % 32 / 4};
     }
 
     // Adds a warpgroup's sums to a part in global memory, or sets it.
     template <int Count>
     __device__ static void add(float* part, const float (&sums)[Count], bool set) {
-        float* fours = own_fours(part);
+        float* fours = own_fours<Count>(part);
 #pragma unroll
         for (int i = 0; i < Count / 4; ++i) {
-            float* to = fours + i * kWarpgroup * 4;
+            float* to = fours + i * 32 * 4;
             if (set) {
                 *reinterpret_cast<Pack<float, 4>*>(to) = four_of(sums, i);
             } else {
@@ -53,18 +75,18 @@ struct QuerySums {
     __device__ static void write(float* part, const float (&sums)[Count]) {
         unsigned int thread = threadIdx.x % kWarpgroup;
         ptx::hold(thread);  // or the address would stay in a register from tile to tile
-        auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
+        auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + own_four<Count>(thread);
 #pragma unroll
-        for (int i = 0; i < Count / 4; ++i) fours[i * kWarpgroup] = four_of(sums, i);
+        for (int i = 0; i < Count / 4; ++i) fours[i * 32] = four_of(sums, i);
     }
 
     // Adds those of a part in global memory to a warpgroup's sums.
     template <int Count>
     __device__ static void collect(float (&sums)[Count], const float* part) {
-        const float* fours = own_fours(part);
+        const float* fours = own_fours<Count>(part);
 #pragma unroll
         for (int i = 0; i < Count / 4; ++i) {
-            const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
+            const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * 32 * 4);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
         }
@@ -74,9 +96,11 @@ struct QuerySums {
     template <int Count>
     __device__ static void round(const float* tile, const float* part, const float (&sums)[Count],
                                  const Matrix<scalar_t>& dq, int rows, float scale) {
-        const int first_four = (part - tile) / 4 + threadIdx.x % kWarpgroup / 32 * 32;
-        const int row = query(first_four) + threadIdx.x % 32 / 4;
-        const int col = dim(first_four) + threadIdx.x % 4 * 2;
+        const int first_four =
+            (part - tile) / 4 + own_four<Count>(threadIdx.x % kWarpgroup / 32 * 32);
+        const auto [first_row, first_col] = place_of(first_four);
+        const int row = first_row + threadIdx.x % 32 / 4;
+        const int col = first_col + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < Count / 2; ++i) {
             // Eight dims of eight queries become eight queries of eight dims.
@@ -87,13 +111,24 @@ struct QuerySums {
     }
 
   private:
+    static constexpr int kFirstOfHalves = (Panels - 1) * (kPanel / 4);
+    static constexpr int kHalfFours = Halved ? (kTile / 4 - kFirstOfHalves) / 2 : 1;
+
+    __device__ static int dims_of(int panel) {
+        return min(max(kDims - panel * kPanelCols, 0), kPanelCols);
+    }
     template <int Count>
     __device__ static Pack<float, 4> four_of(const float (&sums)[Count], int i) {
         return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
     }
-    template <class Float>
+    // The index of a thread's first four in a part, of Count sums a thread.
+    template <int Count>
+    __device__ static int own_four(int thread) {
+        return thread / 32 * (Count / 4 * 32) + thread % 32;
+    }
+    template <int Count, class Float>
     __device__ static Float* own_fours(Float* part) {
-        return part + threadIdx.x % kWarpgroup * 4;
+        return part + own_four<Count>(threadIdx.x % kWarpgroup) * 4;
     }
     __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
                                       unsigned int pair) {

@@ -179,8 +179,8 @@ def attention(
             and after the last are not written: in a new output they hold whatever was in memory. On a GPU the
             numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
-        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has. The
-            diagonal ends at the last key that counts.
+        seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. The diagonal
+            ends at the last key that counts. On a GPU it is not checked that none is negative.
         block_table: (batch, pages) int32, for keys and values in pages (Kwon et al. 2023). k is then
             (pages, page_size, kv_heads, head_dim), v likewise; key i of sequence b is row i % page_size of
             page block_table[b, i // page_size]. Pages may have any order and any size. Entries and rows
@@ -511,10 +511,13 @@ def plan(
     backward: bool = False,
     causal: bool = False,
     window: Window = None,
+    softmax_scale: float | None = None,
     softcap: float = 0.0,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
     max_seqlen_q: int | None = None,
@@ -535,10 +538,13 @@ def plan(
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
+        softmax_scale: as in `attention`; the plan does not depend on it.
         softcap: as in `attention`.
         score_mod: as in `attention`; likewise mask_mod.
         mask_mod: as above.
-        dropout_p: as in `attention`.
+        dropout_p: as in `attention`; likewise seed and offset, which the plan does not depend on.
+        seed: as above.
+        offset: as above.
         deterministic: as in `attention_backward`; with `backward` only.
         gradients: inputs whose gradients are also requested: "bias", "sink", or "score_mod" for the arrays
             that it reads; with `backward` only.
@@ -564,7 +570,8 @@ def plan(
     if unknown:
         allowed = ", ".join((*FEATURE_ARRAYS, *DESCALES, "dlse"))
         raise TypeError(
-            f"plan() got an unexpected argument {', '.join(sorted(unknown))}; beside options it has {allowed}"
+            f"plan() has no {', '.join(sorted(unknown))}; it has {allowed}, and the options that results "
+            "depend on"
         )
     check_flags(backward=backward, deterministic=deterministic)
     check_gradients(gradients)
@@ -580,9 +587,10 @@ def plan(
     mods = mods_of(score_mod, mask_mod)
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays
     described = tuple(_described(name, array) for name, array in named.items())
-    values = _feature_values(softcap, dropout_p, seed=0, offset=0)
+    values = _feature_values(softcap, dropout_p, seed, offset)
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
     problem = known_of(direction, described, asked).problem
+    _scale_of(problem, softmax_scale, values)
     return _plan_of(problem, target(arch, for_plan_only=True), kernel, tiles)
 
 

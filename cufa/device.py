@@ -159,7 +159,8 @@ class Device:
         """How many blocks one SM holds at once; 0 if such a block cannot be launched.
 
         `threads` and `smem_bytes` (static and dynamic shared memory) are per block, `registers` per
-        thread, as the compiler reports them. Raises ValueError if `threads` is less than 1.
+        thread, as the compiler reports them. Raises ValueError if `threads` is less than 1, or another
+        number is negative.
 
         There are four limits: blocks, warps, registers (a warp's are rounded up to the allocation unit
         and come from one of the SM's four partitions) and shared memory (a block's is rounded up,
@@ -169,6 +170,9 @@ class Device:
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}; a block has 1 to {MAX_THREADS_PER_BLOCK}")
+        for name, number in (("registers", registers), ("smem_bytes", smem_bytes)):
+            if number < 0:
+                raise ValueError(f"{name} is {number}; it must be at least 0")
         if (
             threads > MAX_THREADS_PER_BLOCK
             or registers > self.registers_per_thread

@@ -50,8 +50,9 @@ def quantize(
 
     Each element of out is x times the reciprocal of its descale (computed in float32, for float64 arrays in
     float64), rounded to the nearest float8_e4m3fn, ties to even (from float64, by way of float32). A descale
-    is the largest magnitude among its elements over 448, the largest float8_e4m3fn number; it is 1 if all
-    elements are 0. NaN stays NaN, and infinity becomes 448. Neither affects a descale.
+    is the largest magnitude among its elements over 448, the largest float8_e4m3fn number, or the nearest
+    normal float32 number; it is 1 if all elements are 0. NaN stays NaN, and infinity becomes 448. Neither
+    affects a descale.
 
     A call that is captured into a CUDA graph should be given `descale`: the memory in which it measures
     returns to CuPy's pool.
@@ -61,7 +62,7 @@ def quantize(
             bfloat16, float32 or float64.
         kv_heads: descales per sequence: for queries, the number of KV heads. None: one for each head of x.
         descale: (batch, kv_heads) float32, positive, if known (static scales). x is then read only once, and
-            magnitudes over 448 descales are clipped.
+            magnitudes over 448 descales are clipped. On a GPU the numbers are not checked.
         cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
             outside all sequences are not written.
         seqlen_contiguous: whether tokens, not columns, are adjacent in memory, with the other strides
@@ -79,8 +80,9 @@ def quantize(
 
     Raises:
         TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
-        ValueError: shapes that do not match, packed sequences without cu_seqlens or with seqlen_contiguous,
-            an output that is read-only or overlaps another array, arrays on another GPU.
+        ValueError: shapes that do not match, descales that are not positive, packed sequences without
+            cu_seqlens or with seqlen_contiguous, an output that is read-only or overlaps another array,
+            arrays on another GPU.
         GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
@@ -109,6 +111,8 @@ def quantize(
         _quantize_on_gpu(named, dtype, axes, descale is None, arch)
     else:
         refuse_gpu_options(arch=arch)
+        if descale is not None:
+            _check_positive(named["descale"])
         _quantize_on_cpu(named, axes, descale is None)
     used = adopted.give_back(named["descale"]) if descale is None else descale
     return adopted.give_back(named["out"], out), used
@@ -209,6 +213,14 @@ def _quantize_on_gpu(
 
 
 @np.errstate(all="ignore")
+def _check_positive(descale: Any) -> None:
+    for sequence, kv_head in np.argwhere(~(descale > 0))[:1]:
+        value = descale[sequence, kv_head]
+        raise ValueError(
+            f"descale has {value} for sequence {sequence}, KV head {kv_head}; it must be positive"
+        )
+
+
 def _quantize_on_cpu(named: dict[str, Any], axes: Axes, measured: bool) -> None:
     batch, seqlen, heads = axes
     order = (seqlen, heads, 2) if batch is None else (batch, seqlen, heads, 3)

@@ -946,7 +946,7 @@ def summary(
         f"**float8_e4m3fn**, forward: {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast as "
         f"bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to {max(over_by_transposed):.2f} "
         f"times with V transposed; up to {fastest:.0f} TFLOP/s. The error of the output is at most "
-        f"{error:.1%} (root mean square).",
+        f"{error:.1%} (root mean square), beside what rounding the inputs to 8 bits costs.",
         f"**Decoding** (one query, {min(keys):,} to {max(keys):,} keys): {decoding}.{halved}",
         f"**Serving** (keys in pages, a different length for each request): {over_serving:.2f} times as fast "
         "as the fastest FlashInfer kernel.",

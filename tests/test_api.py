@@ -777,6 +777,7 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
     default = cufa.plan(q, k, v, arch=80)
     assert cufa.plan(*map(in_bhsd, (q, k, v)), layout="bhsd", arch=80) == default
     assert cufa.plan(q, k, v, arch=80, dlse=None) == default
+    assert cufa.plan(q, k, v, arch=80, softmax_scale=0.3, seed=5, offset=7) == default
     assert cufa.plan(q, k, v, arch=80, kernel="fwd_1_naive").kernel == "fwd_1_naive"
     assert cufa.plan(q, k, v, arch=80, kernel="fwd_1").reasons[0] == "fwd_1_naive: chosen by the caller"
     backward = cufa.plan(q, k, v, arch=80, backward=True)
@@ -804,6 +805,7 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
             ValueError,
             "max_seqlen_q is given; it is only for the forward",
         ),
+        ({"return_lse": True}, TypeError, r"plan\(\) has no return_lse; it has bias, mask, "),
         ({"backward": "yes"}, TypeError, "backward is 'yes'; it may be True or False"),
         ({"deterministic": np.zeros(2)}, TypeError, "deterministic is a numpy.ndarray of shape"),
         ({"backward": True, "gradients": None}, ValueError, "gradients is None; it may be a tuple of"),

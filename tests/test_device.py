@@ -236,6 +236,12 @@ def test_blocks_resident_refuses_a_block_without_threads():
         Device.of("sm_90a").blocks_resident(0, 32, 0)
 
 
+@pytest.mark.parametrize(("registers", "smem", "says"), [(-1, 0, "registers is -1"), (32, -8, "smem_bytes is -8")])
+def test_blocks_resident_refuses_negative_numbers(registers, smem, says):
+    with pytest.raises(ValueError, match=says):
+        Device.of("sm_90a").blocks_resident(128, registers, smem)
+
+
 # --- the GPU that is there ------------------------------------------------------------------------
 
 

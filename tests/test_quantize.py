@@ -245,6 +245,14 @@ def test_attention_of_it(rng):
         ),
         ({"descale": 0.5}, TypeError, "descale is 0.5; it must be an array of (batch, kv_heads) in float32"),
         ({"descale": np.ones((2, 6))}, TypeError, "descale has dtype float64; it must be float32"),
+        *(
+            (
+                {"descale": np.where(np.arange(12).reshape(2, 6) == 8, value, 1).astype(np.float32)},
+                ValueError,
+                f"descale has {value} for sequence 1, KV head 2; it must be positive",
+            )
+            for value in (0.0, -2.0, np.nan)
+        ),
         ({"out": np.zeros(SHAPE, np.uint8)}, TypeError, "out has dtype uint8; it must be float8_e4m3fn"),
         ({"out": np.zeros(SHAPE[1:], E4M3)}, ValueError, "out has shape (70, 6, 24); it must be (2, 70, 6"),
         ({"arch": "sm_80"}, ValueError, "arch is 'sm_80', but this call computes on the CPU"),

@@ -194,7 +194,8 @@ def command(
     Exits with 1 if anything fails to compile.
     """
     if all_kernels == bool(kernels):
-        raise output.Failure("name kernels or give --all; `cufa kernels` lists them")
+        both = ", not both" if kernels else ""
+        raise output.Failure(f"name kernels or give --all{both}; `cufa kernels` lists them")
     if emit is None and destination is not None:
         raise output.Failure("--output is where --emit writes; give --emit, too")
     if destination == _STDOUT:

@@ -71,8 +71,8 @@ class Count(Integer):
         return number
 
 
-class Real(click.FloatRange):
-    """A finite number in a range, with the same kind of error message."""
+class Real(click.types.FloatParamType):
+    """A finite number, with the same kind of error message."""
 
     name = "number"
 
@@ -82,6 +82,10 @@ class Real(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{number} is not finite", param, ctx)
         return number
+
+
+class RealInRange(Real, click.FloatRange):
+    """A finite number in a range."""
 
 
 SIZE = Count(min=1)
@@ -338,7 +342,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         ),
         click.option(
             "--softcap",
-            type=Real(min=0),
+            type=RealInRange(min=0),
             default=0.0,
             show_default="none",
             metavar="X",
@@ -351,7 +355,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         click.option("--dlse", is_flag=True, help="Backward: add a random gradient of the LSE."),
         click.option(
             "--dropout",
-            type=Real(min=0, max=1, max_open=True),
+            type=RealInRange(min=0, max=1, max_open=True),
             default=0.0,
             show_default=True,
             metavar="P",

@@ -102,7 +102,7 @@ class _Step:
     "--dtype",
     type=INPUT_DTYPE,
     show_default=DEFAULT_DTYPE,
-    help="Dtype of q, k and v; those from files are converted.",
+    help="Dtype of q, k and v; those from files may have any of these, and are converted.",
 )
 @seed_option
 @feature_options(files=True)

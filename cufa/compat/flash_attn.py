@@ -168,8 +168,8 @@ def flash_attn_varlen_func(
         deterministic: as in `flash_attn_func`.
         return_attn_probs: also return the LSE, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
-        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has. With a
-            block table it takes the place of cu_seqlens_k.
+        seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. With a block
+            table it takes the place of cu_seqlens_k.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 

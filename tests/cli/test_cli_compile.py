@@ -456,7 +456,7 @@ def test_json_has_what_is_skipped_even_if_nothing_is_compiled():
     ("arguments", "message"),
     [
         ((), "name kernels or give --all"),
-        (("fwd_1_naive", "--all"), "name kernels or give --all"),
+        (("fwd_1_naive", "--all"), "name kernels or give --all, not both"),
         (("fwd_1_naive",), "no GPU"),
         (("fwd_1_naive", "--arch", "fast"), "arch is 'fast'"),
         (("fwd_1_naive", "--arch", "sm_20"), "arch is 'sm_20'"),

@@ -257,8 +257,9 @@ def make_problem(
     if options.max_seqlen_q is not None and not packed:
         raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
-    features = _features(problem, shapes, dtypes, options)
-    return replace(problem, causal=_range(options)[0], features=features, max_seqlen_q=options.max_seqlen_q)
+    causal, window = _range(options)
+    features = _features(problem, shapes, dtypes, options, window)
+    return replace(problem, causal=causal, features=features, max_seqlen_q=options.max_seqlen_q)
 
 
 def _tensors(
@@ -412,9 +413,12 @@ def _range(options: Options) -> tuple[bool, tuple[int | None, int | None]]:
 
 
 def _features(
-    problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
+    problem: Problem,
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, Any],
+    options: Options,
+    window: tuple[int | None, int | None],
 ) -> Features:
-    _, window = _range(options)
     plain = options._replace(causal=False, window=None, layout="bshd") == Options()
     if plain and window == (None, None) and not shapes.keys() & _NOT_PLAIN:
         return PLAIN

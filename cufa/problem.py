@@ -282,6 +282,11 @@ class Problem:
         return max(1, self.batch) if self.features.packed else 1
 
     @property
+    def tensor_batch(self) -> int:
+        """The batch of the tensors: packed sequences are one."""
+        return 1 if self.features.packed else self.batch
+
+    @property
     def mean_keys(self) -> int:
         """The keys of a sequence; if packed, on average."""
         return self.seqlen_k // self.packed_sequences

@@ -236,9 +236,9 @@ def test_blocks_resident_refuses_a_block_without_threads():
         Device.of("sm_90a").blocks_resident(0, 32, 0)
 
 
-@pytest.mark.parametrize(("registers", "smem", "says"), [(-1, 0, "registers is -1"), (32, -8, "smem_bytes is -8")])
-def test_blocks_resident_refuses_negative_numbers(registers, smem, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize(("registers", "smem", "name"), [(-1, 0, "registers"), (32, -1, "smem_bytes")])
+def test_blocks_resident_refuses_negative_numbers(registers, smem, name):
+    with pytest.raises(ValueError, match=f"^{name} is -1; it must be at least 0$"):
         Device.of("sm_90a").blocks_resident(128, registers, smem)
 
 

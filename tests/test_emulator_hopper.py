@@ -707,7 +707,8 @@ def test_long_tiles_of_queries(rng, dims, causal):
 @pytest.mark.parametrize("block_m", [32, 64, 96])
 def test_short_tiles_of_queries(rng, block_m):
     """Under a mask, a warpgroup passes over those that see keys of the other one alone."""
-    for causal, dims in ((True, (64, 64)), (True, (128, 40)), (False, (40, 72))):
+    many_dims = [(True, (192, 128))] * (block_m <= 64)  # there are no registers for more queries
+    for causal, dims in [(True, (64, 64)), (True, (128, 40)), (False, (40, 72)), *many_dims]:
         for lengths in LENGTHS:
             problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
             run("bwd_4_wgmma", problem, causal, tiles={"block_m": block_m}, device=SMALL_DEVICE)
@@ -717,7 +718,7 @@ def test_short_tiles_of_queries(rng, block_m):
     ("file", "right", "wrong"),
     [
         ("bwd_4_consumer.cuh", "walk.tile < both_begin);", "walk.tile <= both_begin);"),
-        ("bwd_4_wgmma.cu", "if (consumer.both_see(walk)) turns.wait();", "turns.wait();"),
+        ("bwd_4_wgmma.cu", "if (consumer.both_see(walk)) consumer.turns.wait();", "consumer.turns.wait();"),
     ],
 )
 def test_warpgroups_that_do_not_take_turns_for_the_same_tiles(rng, tmp_path, file, right, wrong):

@@ -14,7 +14,7 @@ from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.choice import query_tiles, typical
-from cufa.plan.pace import seen_keys
+from cufa.plan.pace import keys_of_tile
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, candidates, parts_leave_registers
 from cufa.problem import Features, Problem
@@ -353,7 +353,7 @@ def test_rows_before_the_first_key_see_none(queries, keys):
     tiles = Tiles(128, 64, 2, 1, 64)
     ends = [max(0, min(queries, row + 128) + keys - queries) for row in range(0, queries, 128)]
     in_whole_tiles = sum(-(-end // 64) * 64 for end in ends) / len(ends)
-    assert seen_keys(call, tiles) == pytest.approx(in_whole_tiles, rel=0.1)
+    assert keys_of_tile(call, tiles) == pytest.approx(in_whole_tiles, rel=0.1)
 
 
 def test_many_tiles_are_not_parted_where_most_rows_see_no_key():

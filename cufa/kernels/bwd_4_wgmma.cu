@@ -42,8 +42,10 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 // product for dV need not wait for dP.
 constexpr bool kValuesEarly = kShortTiles;
 
-// Passes over a tile of queries that see none of a warpgroup's keys: dS^T is 0, and dQ of the tile
-// before is due.
+// The phases of a tile of queries.
+
+// Passes over a tile that sees none of a warpgroup's keys: dS^T is 0, and dQ of the tile before is
+// due.
 template <class Walk>
 __device__ inline void pass_over(Consumer& consumer, const Walk& walk) {
     QueryPart dq, sums;
@@ -55,51 +57,73 @@ __device__ inline void pass_over(Consumer& consumer, const Walk& walk) {
     consumer.finish(walk);
 }
 
+// Issues S^T and dP^T, once it is the warpgroup's turn.
+template <class Walk>
+__device__ inline void begin_products(Consumer& consumer, Scores& s, Scores& dp, const Walk& walk) {
+    if constexpr (kDropout) consumer.draw_kept(walk);
+    consumer.begin_scores(s, walk);
+    consumer.begin_weight_gradients(dp);
+    if (consumer.both_see(walk)) consumer.turns.wait();
+    consumer.issue_scores(s);
+    consumer.issue_weight_gradients(dp);
+}
+
+// P^T = 2^(S^T - LSE), while dP^T is under way.
+template <class Walk>
+__device__ inline void make_weights(Consumer& consumer, Scores& s, Weights& p,
+                                    WgmmaSums<kValue>& dv, const Walk& walk) {
+    wait_product<1>(s);
+    consumer.exponentiate(s, walk);
+    if (kValuesEarly) {
+        consumer.round_weights(p, s);
+        consumer.issue_value_gradients(dv, p);
+    }
+    if (consumer.both_see(walk)) consumer.turns.pass();
+}
+
+// dS^T = P^T o (dP^T - D), which the other warpgroup gets, too.
+template <class Walk>
+__device__ inline void make_score_gradients(Consumer& consumer, Scores& dp, Weights& ds,
+                                            const Scores& s, Weights& p, WgmmaSums<kValue>& dv,
+                                            const Walk& walk) {
+    wait_product<kValuesEarly ? 1 : 0>(dp);
+    consumer.differentiate(dp, s, walk);
+    round_to_operand<kBlockM>(ds, dp);
+    if (!kValuesEarly) {
+        consumer.round_weights(p, s);
+        consumer.issue_value_gradients(dv, p);
+    }
+    consumer.share(ds);
+}
+
+// Adds up dQ of the tile before and dK of this one.
+__device__ inline void add_gradients(Consumer& consumer, WgmmaSums<kHead>& dk, const Weights& ds) {
+    QueryPart dq, sums;
+    consumer.issue_query_gradients(dq);
+    consumer.issue_key_gradients(dk, ds);
+    if (kSumsEarly) consumer.load_query_sums(sums);
+    wait_part<1>(dq);
+    consumer.add_query_gradients(dq, sums);
+    wait_product<0>(dk);
+}
+
 // Sums the gradients of a warpgroup's keys over all tiles of queries. dQ of the last tile is left
 // to the caller.
 template <class Walk>
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
                               Walk walk) {
-    const Turns& turns = consumer.turns;
     for (; !walk.at_end(); walk.advance()) {
         Scores s, dp;
-        QueryPart dq, sums;
         Weights p, ds;
         if (walk.masked()) consumer.begin_masked(walk);
         if (consumer.passes_over(walk)) {
             pass_over(consumer, walk);
             continue;
         }
-        if constexpr (kDropout) consumer.draw_kept(walk);
-        consumer.begin_scores(s, walk);
-        consumer.begin_weight_gradients(dp);
-        if (consumer.both_see(walk)) turns.wait();
-        consumer.issue_scores(s);
-        consumer.issue_weight_gradients(dp);
-
-        wait_product<1>(s);
-        consumer.exponentiate(s, walk);
-        if (kValuesEarly) {
-            consumer.round_weights(p, s);
-            consumer.issue_value_gradients(dv, p);
-        }
-        if (consumer.both_see(walk)) turns.pass();
-
-        wait_product<kValuesEarly ? 1 : 0>(dp);
-        consumer.differentiate(dp, s, walk);
-        round_to_operand<kBlockM>(ds, dp);
-        if (!kValuesEarly) {
-            consumer.round_weights(p, s);
-            consumer.issue_value_gradients(dv, p);
-        }
-        consumer.share(ds);
-        consumer.issue_query_gradients(dq);
-        consumer.issue_key_gradients(dk, ds);
-
-        if (kSumsEarly) consumer.load_query_sums(sums);
-        wait_part<1>(dq);
-        consumer.add_query_gradients(dq, sums);
-        wait_product<0>(dk);
+        begin_products(consumer, s, dp, walk);
+        make_weights(consumer, s, p, dv, walk);
+        make_score_gradients(consumer, dp, ds, s, p, dv, walk);
+        add_gradients(consumer, dk, ds);
         hold_all(dv);
         consumer.finish(walk);
     }

@@ -11,8 +11,9 @@
 // Launches: those of bwd_4_wgmma except array_gradients.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those
-//          heads and of their rows; warpgroup: whole panels of the head dims of dK, dV and dQ
+// Owns     block: 64 keys of one KV head, or all of them, 64 at a time, for all query heads that
+//          share them or a part of those heads and of their rows; warpgroup: whole panels of the
+//          head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
 //          a bias that TMA copies lies where P^T will be written
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns

@@ -68,7 +68,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         const Statistics& rows = smem.statistics[warpgroup][at.stage];
         turns.take(*rows.tile);
         if (kDeterministic) ptx::proxy_fence_global();
-        if (rows.passed_over) return;
+        if (rows.left_to_exact) return;
         ptx::add_to_global(rows.tile->dq.quads[0].v,
                            smem.queries[warpgroup][at.stage].dq.quads[0].v, sizeof(QuerySums));
         ptx::commit_stores();
@@ -147,7 +147,7 @@ __device__ inline void attend_all(Consumer& consumer, Walk walk) {
             attend(consumer, dp, walk);
         } else {
             wait_product<0>(dp);
-            consumer.pass_over();
+            consumer.leave_to_exact();
         }
         consumer.at.advance();
     }

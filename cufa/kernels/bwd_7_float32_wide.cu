@@ -89,7 +89,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, const Walk& walk) {
     consumer.wait_for_scores(own);
     const Statistics& rows = consumer.rows();
     if (!halves_hold(rows, consumer.smem.units, walk.masked(rows.first_row))) {
-        consumer.pass_over();
+        consumer.leave_to_exact();
         return;
     }
     consumer.exchange(own[0], s, dp);

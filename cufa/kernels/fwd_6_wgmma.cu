@@ -24,8 +24,7 @@
 //          scores
 // Global   workspace: the number of tiles taken, 0 between launches; with a mask or a mask_mod,
 //          what it shows of each tile and, if SEEN_BITS, of each score, in bits; partial results of
-//          tiles whose keys are split
-//          (key_parts.cuh)
+//          tiles whose keys are split (key_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink

@@ -105,7 +105,7 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     }
     __device__ Scale scale() const {
         const float scale_log2 = scales.scores * float(kLog2E);
-        return Scale(scale_log2 == 0 ? Scale::kTiny : scale_log2);  // a descale may be 0
+        return Scale(scale_log2 == 0 ? kSmallestScale : scale_log2);  // a descale may be 0
     }
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }

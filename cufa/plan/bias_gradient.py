@@ -116,7 +116,7 @@ def bias_gradient(problem: Problem, device: Device) -> Decisions:
 def _sharing(problem: Problem, shape: Shape, tiles: Tiles) -> int:
     """The most tiles of scores that share one tile of the bias."""
     batch, heads, rows, _ = shape
-    sequences = 1 if problem.features.packed else problem.batch
+    sequences = problem.tensor_batch
     of_rows = 1
     if rows == 1:
         of_rows = counted_row_tiles(problem, problem.seqlen_q, tiles.block_n) // max(1, sequences)

@@ -100,4 +100,4 @@ def why_parts(parts: int, row_parts: int = 1) -> tuple[str, ...]:
 
 
 def _rows(problem: Problem) -> int:
-    return (1 if problem.features.packed else problem.batch) * problem.seqlen_k
+    return problem.tensor_batch * problem.seqlen_k

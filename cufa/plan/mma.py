@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
-from cufa.plan.pace import memory_time, most_keys, seen_keys
+from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time
 from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -280,7 +280,7 @@ def price(problem: Problem, device: Device) -> float:
     """
     tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
     tile_clocks = _tile_clocks(problem.kind, tiles)
-    key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
+    key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (keys_of_tile, keys_of_longest))
     tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
     tile_latency = TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks
     # A warp has one of an SM's tensor cores.

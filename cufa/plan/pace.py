@@ -68,11 +68,11 @@ def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[
 
 def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -> float:
     """Nanoseconds until all SMs finish."""
-    keys = seen_keys(problem, tiles)
+    keys = keys_of_tile(problem, tiles)
     count = _filled_tiles(problem, tiles)
     longest: float = 1
     if problem.causal and not problem.features.windowed and keys > 0:
-        longest = most_keys(problem, tiles) / keys
+        longest = keys_of_longest(problem, tiles) / keys
     # Tiles have different lengths, longest first. The others end with the longest, unless all are about as
     # long and some SMs have one more.
     shortest = max(0, 2 - longest)
@@ -106,7 +106,7 @@ def _length(rank: int, count: int, longest: float, shortest: float) -> float:
     return longest - (longest - shortest) * rank / count if rank < count else 0
 
 
-def seen_keys(problem: Problem, tiles: TileSizes) -> float:
+def keys_of_tile(problem: Problem, tiles: TileSizes) -> float:
     """The average number of keys that a tile of queries looks at, in whole tiles."""
     keys = problem.mean_keys
     rows = problem.seqlen_q // problem.packed_sequences
@@ -121,10 +121,10 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
     return round_up(keys, tiles.block_n)
 
 
-def most_keys(problem: Problem, tiles: TileSizes) -> float:
+def keys_of_longest(problem: Problem, tiles: TileSizes) -> float:
     """The number of keys for the tile that looks at the most."""
     if problem.features.windowed:
-        return seen_keys(problem, tiles)
+        return keys_of_tile(problem, tiles)
     return round_up(problem.mean_keys, tiles.block_n)
 
 
@@ -135,7 +135,6 @@ def _edges(problem: Problem) -> int:
 
 def memory_time(problem: Problem, device: Device) -> float:
     """The least time in nanoseconds to read Q, K and V and to write O."""
-    sequences = 1 if problem.features.packed else problem.batch
     rows = problem.heads * problem.seqlen_q + problem.kv_heads * problem.seqlen_k
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize
-    return sequences * rows * row_bytes / (BYTES_PER_NS * device.sm_count)
+    return problem.tensor_batch * rows * row_bytes / (BYTES_PER_NS * device.sm_count)

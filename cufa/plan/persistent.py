@@ -124,8 +124,8 @@ def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
     if function is None or not function.looks_up or tiles.block_n % WORD_BITS:
         return False
     bits = seen_tiles(problem, tiles.block_m, tiles.block_n) * tiles.block_m * tiles.block_n
-    sequences = 1 if problem.features.packed else problem.batch
-    output_bytes = sequences * problem.heads * problem.seqlen_q * problem.value_dim * problem.itemsize
+    rows = problem.tensor_batch * problem.heads * problem.seqlen_q
+    output_bytes = rows * problem.value_dim * problem.itemsize
     return bits <= BYTE_BITS * output_bytes
 
 

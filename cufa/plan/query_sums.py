@@ -68,7 +68,7 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
     # sums, and it is not known when.
     if problem.features.windowed or best is LONG_TILES or _cached(problem, device):
         return Adding.AS_THEY_COME
-    # Above head dim 128, products run during the addition, so waiting costs little.
+    # In bwd_5_wgmma_wide products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
     few = problem.mean_keys <= most * best.block_n
     return Adding.AFTER_FIRST if best is WIDE_TILES or few else Adding.AS_THEY_COME
@@ -94,7 +94,7 @@ def _few_add_in_window(problem: Problem, device: Device, best: Tiles) -> bool:
     seen = problem.seen_keys
     if best in (LONG_TILES, WIDE_TILES) or seen > MOST_IN_ORDER * best.block_n:
         return False
-    heads = problem.kv_heads * (1 if problem.features.packed else problem.batch)
+    heads = problem.kv_heads * problem.tensor_batch
     in_line = min(device.sm_count / max(1, heads), problem.mean_keys / best.block_n)
     tiles_of_block = problem.group * (seen + best.block_n) / best.block_m
     begin_apart = problem.hides_later_keys or seen <= MOST_SEEN * problem.mean_keys

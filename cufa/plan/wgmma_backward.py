@@ -1,9 +1,10 @@
 """Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
 
-Up to head dim 128, each of the two has 64 of the block's 128 keys, and blocks stay for many tiles of keys.
-Above, they share 64 keys and divide the head dims. If many queries see a key, tiles of queries are longer;
-these leave room for one tile of keys, and the copy engine adds to dQ. If there are too few tiles of keys for
-the SMs, a block works for a part of the query heads that share its keys, or of their rows.
+Up to head dim 128, or 192 with values to 128, each of the two has 64 of the block's 128 keys, and blocks stay
+for many tiles of keys. Above, they share 64 keys and divide the head dims. If many queries see a key, tiles
+of queries are longer; these leave room for one tile of keys, and the copy engine adds to dQ. If there are too
+few tiles of keys for the SMs, a block works for a part of the query heads that share its keys, or of their
+rows.
 """
 
 from __future__ import annotations
@@ -234,6 +235,8 @@ def _section_macros(
     least_in_line, most_in_line = LEAST_IN_LINE, MOST_IN_LINE if kind.stays else WIDE_MOST_IN_LINE
     if problem.features.windowed and adding is Adding.IN_ORDER:
         least_in_line, most_in_line = LEAST_IN_WINDOW, MOST_IN_WINDOW
+        # As many heads as possible if the L2 cache holds the queries that see one tile of keys of each and
+        # those that all blocks reach next.
         rows_of_head = problem.group * problem.seeing_queries
         rows = ceil_div(device.sm_count, least_in_line) * rows_of_head + device.sm_count * tiles.block_n
         if rows * query_bytes(problem) <= SECTION_OF_L2 * device.l2_bytes:

@@ -33,7 +33,7 @@ SUM_BYTES = 4
 # The dims of dQ that a warp sums: those of the sums in memory are padded to them.
 SLAB_DIMS = WGMMA_M // 4
 # The tiles of keys that a block holds if it stays for many and they fit; the bytes that identify one: batch,
-# head, first key.
+# part of the heads, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
 # The bytes that say where an outbox's content goes.
@@ -147,7 +147,7 @@ def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> 
 
 
 def scores_together(problem: Problem) -> bool:
-    """Whether a thread has registers for S and dP at the same time (key_softmax.cuh)."""
+    """Whether a thread has registers for S and dP at the same time (key_statistics.cuh)."""
     return problem.head_dim <= MOST_DIMS_TOGETHER
 
 
@@ -157,7 +157,7 @@ def padded_dims(dims: int) -> int:
 
 
 def statistics_bytes(tiles: Tiles) -> int:
-    """The size of key_softmax.cuh's RowStatistics: LSE and D, and whether all are finite."""
+    """The size of key_statistics.cuh's RowStatistics: LSE and D, and whether all are finite."""
     return 2 * tiles.block_m * SUM_BYTES + VECTOR_BYTES
 
 

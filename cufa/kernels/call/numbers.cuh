@@ -5,6 +5,9 @@
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
+// Where numbers are divided by the scale of scores, it is at least this: a smaller one leaves all
+// scores at 0 anyway.
+constexpr float kSmallestScale = 1e-30f;
 
 __device__ inline float exp2_of(float x) {
     return ptx::exp2_fast(x);

@@ -213,10 +213,10 @@ struct TileCounter {
 
     // For blocks that have their own number for the first tile. It is called exactly once per tile;
     // the last call resets the count to 0 for the next launch.
-    __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
+    __device__ int after_own() const { return gridDim.x + atomicInc(taken, tiles - 1); }
     // For blocks that take even their first tile by the count. Each block calls it once too often
     // at the end; the last call resets the count.
-    __device__ int late() const { return atomicInc(taken, tiles + gridDim.x - 1); }
-    // The same if another launch resets the count.
-    __device__ int any() const { return atomicAdd(taken, 1u); }
+    __device__ int of_all() const { return atomicInc(taken, tiles + gridDim.x - 1); }
+    // For such blocks, any number of times, if another launch resets the count.
+    __device__ int of_all_unlimited() const { return atomicAdd(taken, 1u); }
 };

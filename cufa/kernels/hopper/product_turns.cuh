@@ -1,4 +1,4 @@
-// How the consumers of a Hopper forward share the tensor cores.
+// How the consumers of a block share the tensor cores.
 #pragma once
 
 #include "hopper/wgmma_products.cuh"

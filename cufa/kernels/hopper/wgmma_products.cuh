@@ -62,9 +62,8 @@ __device__ inline unsigned int depth_in_columns(const Tile& tile) {
 }
 template <class Tile>
 __device__ constexpr unsigned int columns_step(int col) {
-    const int panel_bytes = Tile::kRows * kPanelRowBytes;
     const int col_bytes = col % Tile::kPanelCols * int(sizeof(typename Tile::Element));
-    return (col / Tile::kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
+    return (col / Tile::kPanelCols * Tile::kPanelBytes + col_bytes) / kOperandUnit;
 }
 
 // The depth runs along the rows, as in the V of O = P V.
@@ -105,6 +104,7 @@ using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
 template <int Depth, int Cols, bool Add = false, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
     using Product = WgmmaOf<Cols, operand_t>;
+    static_assert(A::kRowBytes == kPanelRowBytes && B::kRowBytes == kPanelRowBytes);
     unsigned int a0 = depth_in_columns(a);
     const unsigned int b0 = depth_in_columns(b);
     ptx::hold(a0);  // or each step's sum would stay in a register from tile to tile

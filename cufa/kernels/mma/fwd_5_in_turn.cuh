@@ -1,6 +1,7 @@
 // How fwd_5_mma processes a tile where its warps hand over K and V instead of meeting.
 #pragma once
 
+#include "mma/fwd_5_copies.cuh"
 #include "mma/fwd_5_values.cuh"
 
 // Processes tile number `number`. On entry the copy of K is under way. V is copied when the other

@@ -2,7 +2,6 @@
 // tile, separately, values that are NaN or infinite.
 #pragma once
 
-#include "mma/fwd_5_copies.cuh"
 #include "mma/fwd_5_output.cuh"
 #include "mma/fwd_5_scores.cuh"
 

@@ -65,6 +65,7 @@ struct Outbox {
     __device__ KeyRows& keys() { return reinterpret_cast<KeyRows&>(sums); }
     __device__ ValueRows& values() { return reinterpret_cast<ValueRows&>(sums); }
 };
+static_assert(!kOutboxes || (kWholePanel && !kHalfPanel), "a half has no outbox");
 static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
 static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
 // The destination: `sums`, to which dQ is added, or dK and dV of `work`.

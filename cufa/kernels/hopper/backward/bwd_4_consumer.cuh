@@ -5,6 +5,7 @@
 #include "hopper/backward/bwd_4_gradients.cuh"
 #include "hopper/backward/key_array_gradients.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
+#include "hopper/product_turns.cuh"
 
 // Whether slopes are kept where dS^T will be shared. Those of a soft cap alone follow from P.
 constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
@@ -18,20 +19,7 @@ using Weights = WgmmaOperand<kBlockM>;
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
 // one while the other waits for its dQ. Otherwise both would fall into step and compute their
 // softmax at the same time.
-struct Turns {
-    int warpgroup;
-
-    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == kConsumers - 1) pass();
-    }
-    __device__ void wait() const {
-        ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
-    }
-    __device__ void pass() const {
-        const int next = kConsumers - 1 - warpgroup;
-        ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
-    }
-};
+using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
 struct Consumer : KeyGradients {
     const Turns turns;
@@ -39,7 +27,7 @@ struct Consumer : KeyGradients {
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
     int first_sums;
     int both_begin, both_end;  // the tiles of queries that see keys of both warpgroups
-    bool sets_sums;            // whether no keys precede: those of a window, of the tile before
+    bool sets_sums;  // whether this is the first to add to dQ; in a window, of tile_before
     RingPosition<kStages> at;
     RingPosition<1> bias_at;
     float* tile_before;  // sums of dQ of the tile before; its dS is a stage before

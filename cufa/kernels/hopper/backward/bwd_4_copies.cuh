@@ -86,7 +86,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
     const auto take = [&] {
         const TileCounter counter{key_tiles_taken(params.call), Keys::count(sizes)};
-        const unsigned int index = kTurns ? counter.any() : counter.next();
+        const unsigned int index = kTurns ? counter.of_all_unlimited() : counter.after_own();
         return Keys::at(uniform<1>(index), params.call);
     };
     RingPosition<kKeyStages> keys_to;

@@ -34,11 +34,11 @@ struct Consumer {
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
-    RingPosition<kStages> turn;   // the next to add to dQ, if blocks add in order
+    RingPosition<kStages> turn;   // the next to add to dQ, if blocks take turns
     float* tile_before;           // the sums of dQ of the tile before
     float* late_tile;             // the sums of the tile before it, without the last panel
     bool last_before, last_late;  // whether these are the last keys that those tiles see
-    bool sets_sums, sets_late;    // whether no keys precede: those of a window, of those tiles
+    bool sets_sums, sets_late;    // whether this is the first to add to their dQ
     bool took_out;                // whether masked tiles of queries had NaN or infinity
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}

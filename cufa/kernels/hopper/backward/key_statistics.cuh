@@ -18,10 +18,10 @@ constexpr bool kScoresTogether = SCORES_TOGETHER;
 constexpr bool kScoresBeginWithLse = !kSoftcap && !kBias && !kScoreMod;
 
 // The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
-// be finite. A smaller scale leaves all scores at 0 anyway.
+// be finite.
 __device__ inline float scale_of_scores(const BackwardParams& call) {
-    constexpr float kSmallest = 1e-30f;
-    return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
+    const float scale = call.softmax_scale;
+    return fabsf(scale) < kSmallestScale ? kSmallestScale : scale;
 }
 // Converts an LSE to the unit in which it is kept: products or, where scores are more than
 // products, log 2.
@@ -49,5 +49,6 @@ struct RowStatistics {
 
     alignas(16) float minus_lse[BlockM];
     float minus_d[BlockM];
-    alignas(16) bool nonfinite;  // whether rows of Q or dO have NaN or infinity
+    // Whether rows of Q or dO have NaN or infinity, or those of O, in which that of Q may show.
+    alignas(16) bool nonfinite;
 };

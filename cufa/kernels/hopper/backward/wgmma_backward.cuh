@@ -83,6 +83,7 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    static_assert(B::kRowBytes == kPanelRowBytes);
     const unsigned int a0 = depth_in_columns(a);
     unsigned int b0 = depth_in_rows(b);
     ptx::hold(b0);  // or each step's sum would stay in a register from tile to tile
@@ -90,8 +91,8 @@ __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B&
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Depth; k += kWgmmaK) {
-        Product::template multiply<false, true, true>(o, description(a0 + columns_step<A>(k)),
-                                                      description(b0 + rows_step(k)));
+        const unsigned long long a_k = description<A::kRowBytes>(a0 + columns_step<A>(k));
+        Product::template multiply<false, true, true>(o, a_k, description(b0 + rows_step(k)));
     }
     ptx::wgmma_commit();
 }

@@ -11,7 +11,8 @@
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
-// The number of heads that blocks process together (plan/wgmma_backward.py).
+// How many heads blocks process together (plan/wgmma_backward.py): what the L2 cache holds, so many
+// blocks, or heads within these bounds.
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
 constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
 
@@ -26,8 +27,7 @@ static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
               "nobody would know that it is the last");
 // Whether the block with the first keys that a tile of queries sees sets the sums, so that they
 // need not be zero.
-constexpr bool kFirstSets = kAdding != kAsTheyCome && !kKeyMask;
-static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
+constexpr bool kFirstSets = kAdding != kAsTheyCome;
 static_assert(!kKeyMask || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
 // Whether blocks wait for other blocks.
@@ -85,12 +85,11 @@ struct KeyOrder {
             const int end = first_row_tile<BlockN>(batch + 1, starts[batch + 1], 0);
             const int place = index - (before - starts[0] / BlockN) * parts;
             const Sequence sequence(call, batch);
-            const Heads heads = {parts, end - before, heads_of_part(sizes) * sequence.seqlen_q};
+            const Heads heads = {parts, end - before, sequence.seqlen_q};
             const auto [part, tile] = heads.at(place, sizes);
             return {sequence, part, tile * BlockN};
         }
-        const Heads heads = {sizes.batch * parts, tiles_of_head(sizes),
-                             heads_of_part(sizes) * sizes.seqlen_q};
+        const Heads heads = {sizes.batch * parts, tiles_of_head(sizes), sizes.seqlen_q};
         const auto [head, tile] = heads.at(index, sizes);
         return {Sequence(call, head / parts), head % parts, tile * BlockN};
     }
@@ -119,9 +118,9 @@ struct KeyOrder {
         return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
     }
 
-    // Equally long heads, or parts of them: each with so many tiles of keys and rows of queries.
+    // Equally long heads, or parts of them: each with so many tiles of keys, and queries.
     struct Heads {
-        int count, tiles, rows;
+        int count, tiles, seqlen_q;
 
         // Heads come in sections. Within a section the first keys come first. Under a causal mask
         // most queries see them, and long work that starts late would leave the GPU waiting. And a
@@ -156,11 +155,11 @@ struct KeyOrder {
         }
         // At most `most` heads, in sections of equal size.
         __device__ int even(int most) const { return ceil_div(count, ceil_div(count, most)); }
-        // As many heads as the L2 cache holds queries and sums of.
+        // As many heads as the L2 cache holds queries and sums of, if none share keys.
         __device__ int cached() const {
             constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                       kHeadDim * static_cast<int>(sizeof(float));
-            const int fitting = kSectionBytes / kRowBytes / max(1, rows);
+            const int fitting = kSectionBytes / kRowBytes / max(1, seqlen_q);
             return min(max(fitting, 1), count);
         }
     };
@@ -207,8 +206,8 @@ struct QueryTileRange {
 // A warp's walk over the tiles of queries of a part of the heads. What blocks that begin together
 // work on should be in the L2 cache. Without a window they see the same last queries: these come
 // first, of all heads, so that blocks of any length add to the same sums in the same order. In a
-// window, each sees other queries but reaches those of its neighbour soon: unless other heads come
-// in between.
+// window, neighbours see overlapping queries, so each finishes one head before the next: the other
+// still finds what both see there.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;

@@ -143,7 +143,7 @@ struct QuerySums {
 };
 
 // Whether a block uses the same sums for one head after the other. They stay in the L2 cache then.
-constexpr bool kReusesSums = kAdding == kAlone && kRounds && kFirstSets;
+constexpr bool kReusesSums = kAdding == kAlone && kRounds;
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
 // have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a

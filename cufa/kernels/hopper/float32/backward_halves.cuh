@@ -137,7 +137,7 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         to.statistics.dout = of_dout;
         to.statistics.tile = &to;
         to.statistics.first_row = first_row;
-        to.statistics.passed_over = false;
+        to.statistics.left_to_exact = false;
         const int unseen = sequence.mask(call.features).first_key(first_row) / kBlockN;
         to.additions = unseen * kAdders;
     }

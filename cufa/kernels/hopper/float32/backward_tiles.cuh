@@ -53,7 +53,7 @@ struct Statistics {
     TileUnit q, dout;
     QueryHalves* tile;
     int first_row;
-    int passed_over;  // whether exact_tiles processes it with these keys; for bwd_6's senders
+    int left_to_exact;  // whether exact_tiles processes it with these keys; for bwd_6's senders
     float lse_log2[kBlockM], d[kBlockM];
 
     __device__ Held held() const { return max_of(q.held, dout.held); }

@@ -66,8 +66,9 @@ struct Consumer : KeyScores<kBlockM> {
         if (QueryStage::kSumsTakeDout) release(smem.dout_rings[warpgroup], at);
     }
     // Leaves a tile to exact_tiles.
-    __device__ void pass_over() {
-        if (threadIdx.x % kWarpgroup == 0) smem.statistics[warpgroup][at.stage].passed_over = true;
+    __device__ void leave_to_exact() {
+        if (threadIdx.x % kWarpgroup == 0)
+            smem.statistics[warpgroup][at.stage].left_to_exact = true;
         release_dout();
         release_queries();
     }

@@ -109,7 +109,7 @@ struct Consumer : HalfScores<kRole> {
     }
 
     // Leaves a tile to exact_tiles.
-    __device__ void pass_over() {
+    __device__ void leave_to_exact() {
         turns.take(*rows().tile);
         release(smem.dout_ring, at);
         release_queries();

@@ -172,7 +172,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] {
         if (kPaged && threadIdx.x != 0) return 0;
-        return kAsksFirst ? counter.late() : counter.next();
+        return kAsksFirst ? counter.of_all() : counter.after_own();
     };
 
     unsigned int index = kAsksFirst ? uniform<kLanes>(ask()) : blockIdx.x;

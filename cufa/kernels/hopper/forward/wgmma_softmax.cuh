@@ -32,8 +32,6 @@ constexpr bool kAdds = kAlibi || kBias || kScoreMod;
 
 // Turns a product of a query and a key into a score in log 2.
 struct Scale {
-    static constexpr float kTiny = 1e-30f;
-
     float factor;       // never 0: -inf * 0 is NaN
     float inverse;      // NaN if factor < 0: the largest score is then the smallest product
     float lowered = 0;  // how much all of this thread's scores are to be lowered
@@ -42,7 +40,10 @@ struct Scale {
         : factor(kProductUnits ? scale_log2 : float(kLog2E)),
           inverse(factor > 0 ? 1 / factor : not_a_number()) {
         // What is added to scores is divided by the factor, so it must not be too close to 0.
-        if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
+        if (kAdds && fabsf(factor) < kSmallestScale) {
+            factor = kSmallestScale;
+            inverse = 1 / kSmallestScale;
+        }
     }
 
     // The product whose score is -inf.

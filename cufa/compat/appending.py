@@ -6,9 +6,8 @@ On a GPU one launch does it, unless arrays lie so that the kernel cannot read th
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +17,7 @@ from cufa import arrays, launch
 from cufa.arguments import Wanted
 from cufa.arrays import Adopted, Described
 from cufa.call import empty
-from cufa.compat.arguments import arange, as_integers, full
-from cufa.messages import renamed
+from cufa.compat.arguments import arange, as_integers, errors_name, full
 from cufa.params import NOT_ROTATED, pack_append, pack_rotated
 from cufa.plan.companions import Appending
 from cufa.problem import DTYPES, FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, LAYOUTS, dtype_of
@@ -28,6 +26,8 @@ from cufa.rotary import check_angles, rotary
 from cufa.tensor_layout import Layout, Storage, is_contiguous, layout_of
 
 _ANGLES = ("rotary_cos", "rotary_sin")
+# What those of `cufa.rotary` are called.
+_OF_ROTARY = dict(zip(("cos", "sin"), _ANGLES, strict=True))
 _LENGTHS = "cache_seqlens"
 # What says where the rows of a sequence are: in its pages, or in a page of its own.
 _PAGES, _ENTRIES = "block_table", "cache_batch_idx"
@@ -104,7 +104,7 @@ def _form_of(described: tuple[Described, ...], interleaved: bool) -> _Form | Non
     appending = Appending(dtype.name, cache_dtype.name, head_dim, storage["v_cache"][0][-1])
     if rotated:
         cos, sin = (Wanted(storage[name][0], dtypes[name]) for name in _ANGLES)
-        with _errors_about():
+        with errors_name(_OF_ROTARY):
             check_angles(dtype.name, head_dim, cos, sin)
         appending = replace(
             appending, rotary_dim=2 * cos.shape[1], table_dtype=cos.dtype.name, interleaved=interleaved
@@ -201,17 +201,8 @@ def _rotated(name: str, x: Any, angles: list[Any], held: Any, count: int, interl
     first = held if isinstance(held, int) else held[:, None]
     is_first = count == 1 and not isinstance(first, int)  # as in decoding: nothing to compute
     positions = first if is_first else first + arange(count, x)[None]
-    with _errors_about(x=name):
+    with errors_name(_OF_ROTARY | {"x": name}):
         return rotary(x, *angles, positions=positions, interleaved=interleaved)
-
-
-@contextlib.contextmanager
-def _errors_about(**names: str) -> Iterator[None]:
-    """Let errors of `cufa.rotary` name the arguments of `flash_attn_with_kvcache`."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise renamed(error, {"cos": _ANGLES[0], "sin": _ANGLES[1], **names}) from None
 
 
 def becomes_8_bits(new: Any, cache: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,25 @@ from cufa.problem import dtype_of
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
-def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Call `cufa.attention`; its errors call arguments what the caller calls them."""
+@contextlib.contextmanager
+def errors_name(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of cufa's functions call arguments what the caller calls them."""
     try:
-        return attention(q, k, v, **options)
+        yield
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
+
+
+def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Call `cufa.attention`; its errors call arguments what the caller calls them."""
+    with errors_name(names):
+        return attention(q, k, v, **options)
 
 
 def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> None:
     """Raise what `attention_as` would raise, before anything is done."""
-    try:
+    with errors_name(names):
         check_attention(q, k, v, **options)
-    except (TypeError, ValueError) as error:
-        raise renamed(error, names) from None
 
 
 def check_int32(name: str, array: Any, shape: tuple[int, ...]) -> None:

@@ -98,7 +98,7 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> 
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about("qkv"):
+    with _errors_about_packed("qkv"):
         return flash_attn_func(*_unpacked("qkv", qkv), *options, **named_options)
 
 
@@ -118,7 +118,7 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about("kv"):
+    with _errors_about_packed("kv"):
         return flash_attn_func(q, *_unpacked("kv", kv), *options, **named_options)
 
 
@@ -238,7 +238,7 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about("qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens"):
+    with _errors_about_packed("qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens"):
         q, k, v = _unpacked("qkv", qkv, "tokens")
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
@@ -261,7 +261,7 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about("kv"):
+    with _errors_about_packed("kv"):
         return flash_attn_varlen_func(q, *_unpacked("kv", kv, "tokens"), *options, **named_options)
 
 
@@ -283,7 +283,7 @@ def _check_ends_of_keys_in_pages(cu_seqlens_k: Any, k: Any, block_table: Any) ->
 
 
 @contextlib.contextmanager
-def _errors_about(packed: str, **names: str) -> Iterator[None]:
+def _errors_about_packed(packed: str, **names: str) -> Iterator[None]:
     """Let errors about parts of "qkv" or "kv" name that array, and others by `names`.
 
     If they show shapes, which are those of the parts, they say which part.
@@ -291,9 +291,11 @@ def _errors_about(packed: str, **names: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        for i, part in enumerate(packed):
-            names[part] = f"{packed}[..., {i}, :, :]" if "shape" in str(error) else packed
-        raise renamed(error, names) from None
+        of_parts = {
+            part: f"{packed}[..., {i}, :, :]" if "shape" in str(error) else packed
+            for i, part in enumerate(packed)
+        }
+        raise renamed(error, names | of_parts) from None
 
 
 def _unpacked(name: str, packed: Any, tokens: str = "batch, seqlen") -> list[Any]:

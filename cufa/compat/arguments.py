@@ -28,8 +28,10 @@ def errors_name(names: Mapping[str, str]) -> Iterator[None]:
 
 def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Call `cufa.attention`; its errors call arguments what the caller calls them."""
-    with errors_name(names):
+    try:  # quicker than a context, which would take a twentieth of a call
         return attention(q, k, v, **options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from None
 
 
 def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> None:

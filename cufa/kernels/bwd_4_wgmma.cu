@@ -129,43 +129,56 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
     }
 }
 
-// The same with registers for only one of S and dP: P is rounded before the product for dP begins,
-// and dS^T is read from shared memory.
+// The phases with registers for only one of S and dP: P is rounded before the product for dP
+// begins, and dS^T is read from shared memory.
+
+template <class Walk>
+__device__ inline void make_weights_first(Consumer& consumer, Weights& p, const Walk& walk) {
+    Scores s;
+    consumer.begin_scores(s, walk);
+    consumer.turns.wait();
+    consumer.issue_scores(s);
+    wait_product<0>(s);
+    consumer.exponentiate(s, walk);
+    round_to_operand<kBlockM>(p, s);
+}
+
+template <class Walk>
+__device__ inline void make_score_gradients_after(Consumer& consumer, const Weights& p,
+                                                  WgmmaSums<kValue>& dv, const Walk& walk) {
+    Weights own_p, ds;
+    copy_operand<kBlockM>(own_p, p);
+    Scores dp;
+    consumer.begin_weight_gradients(dp);
+    consumer.issue_weight_gradients(dp);
+    consumer.issue_value_gradients(dv, p);
+    consumer.turns.pass();
+
+    wait_product<1>(dp);
+    consumer.differentiate(dp, own_p, walk);
+    round_to_operand<kBlockM>(ds, dp);
+    consumer.share(ds);
+    wait_product<0>(dv);
+}
+
+__device__ inline void add_shared_gradients(Consumer& consumer, WgmmaSums<kHead>& dk) {
+    QueryPart dq, sums;
+    consumer.issue_query_gradients(dq);
+    consumer.issue_key_gradients(dk);
+    wait_part<1>(dq);
+    consumer.add_query_gradients(dq, sums);
+    wait_product<0>(dk);
+}
+
 template <class Walk>
 __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
                                       WgmmaSums<kValue>& dv, Walk walk) {
-    const Turns& turns = consumer.turns;
     for (; !walk.at_end(); walk.advance()) {
-        Weights p, own_p, ds;
-        Scores s;
+        Weights p;
         if (walk.masked()) consumer.begin_masked(walk);
-        consumer.begin_scores(s, walk);
-        turns.wait();
-        consumer.issue_scores(s);
-
-        wait_product<0>(s);
-        consumer.exponentiate(s, walk);
-        round_to_operand<kBlockM>(p, s);
-        copy_operand<kBlockM>(own_p, p);
-
-        Scores dp;
-        consumer.begin_weight_gradients(dp);
-        consumer.issue_weight_gradients(dp);
-        consumer.issue_value_gradients(dv, p);
-        turns.pass();
-
-        wait_product<1>(dp);
-        consumer.differentiate(dp, own_p, walk);
-        round_to_operand<kBlockM>(ds, dp);
-        consumer.share(ds);
-        wait_product<0>(dv);
-
-        QueryPart dq, sums;
-        consumer.issue_query_gradients(dq);
-        consumer.issue_key_gradients(dk);
-        wait_part<1>(dq);
-        consumer.add_query_gradients(dq, sums);
-        wait_product<0>(dk);
+        make_weights_first(consumer, p, walk);
+        make_score_gradients_after(consumer, p, dv, walk);
+        add_shared_gradients(consumer, dk);
         consumer.finish(walk);
     }
 }

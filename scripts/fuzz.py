@@ -32,7 +32,7 @@ from fuzz_memory import Array, Memory, placed  # noqa: E402
 import cufa  # noqa: E402
 from cufa import device  # noqa: E402
 from cufa.checking import compare_results, gradient_names, judge  # noqa: E402
-from cufa.cli.options import Real  # noqa: E402
+from cufa.cli.options import RealInRange  # noqa: E402
 from cufa.cpu import stacks, tiles  # noqa: E402
 from cufa.problem import DTYPES, FLOAT8, accumulator_dtype  # noqa: E402
 from cufa.reference import Rules  # noqa: E402
@@ -289,7 +289,7 @@ def report(case: Case, message: str) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--seconds", type=Real(min=0), default=60.0, show_default=True, help="How long to go on.")
+@click.option("--seconds", type=RealInRange(min=0), default=60.0, show_default=True, help="How long to run.")
 @click.option("--backend", type=click.Choice(tuple(ALIKE)), default="numpy", show_default=True)
 @click.option(
     "--seed",

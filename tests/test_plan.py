@@ -401,10 +401,10 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
             "parts of dK and dV": (2 * 400, 2, 2, 24 + 40),
             "LSE and D": (*rows, 2),
         },
-        # Tiles of 128 queries, a panel of 64 dims; tiles of 64 queries, whole panels. Of each row LSE and D,
-        # of each tile 16 bytes.
-        "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 64, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
-        "bwd_5_wgmma_wide": {"dQ sums": (2 * 4 * 5, 192, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
+        # Tiles of 128 and of 64 queries, head dims that the warps can part. Of each row LSE and D, of each
+        # tile 16 bytes.
+        "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 32, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
+        "bwd_5_wgmma_wide": {"dQ sums": (2 * 4 * 5, 160, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
     }
     shapes = expected.get(kernel, {})
     if kernel in HOPPER_BACKWARD_KEYS:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import gpu_check  # noqa: E402
+
 # Runs a script with whatever it imports of libraries that are only of use on a GPU.
 WITHOUT_LIBRARIES = """
 import runpy, sys
@@ -54,3 +57,36 @@ def test_only_what_is_timed_needs_a_gpu(name):
     timed = run()
     assert timed.returncode == 1
     assert timed.stderr.startswith(f"bench_{name}.py needs a GPU: ")
+
+
+BEFORE = {"ok": False, "passed": 7, "failed": 1, "error": 1, "skipped": 3, "failures": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("again", "expected"),
+    [
+        (
+            {"ok": True, "passed": 2, "failures": []},
+            {"ok": True, "passed": 9, "failed": 0, "skipped": 3, "failures": []},
+        ),
+        (
+            {"ok": False, "passed": 1, "error": 1, "failures": ["b"]},
+            {"ok": False, "passed": 8, "failed": 0, "error": 1, "skipped": 3, "failures": ["b"]},
+        ),
+        (
+            {"ok": False, "failures": ["a"]},
+            {"ok": False, "passed": 7, "failed": 0, "skipped": 3, "failures": ["a"]},
+        ),
+    ],
+)
+def test_gpu_tests_that_run_again(monkeypatch, again, expected):
+    chosen = []
+    monkeypatch.setattr(gpu_check, "tests", lambda names: chosen.append(names) or again)
+    assert gpu_check.tests_again(BEFORE) == expected
+    assert chosen == [["a", "b"]]
+
+
+def test_no_gpu_test_runs_again_if_none_failed(monkeypatch):
+    monkeypatch.setattr(gpu_check, "tests", lambda names: pytest.fail(f"{names} run"))
+    right = {"ok": True, "passed": 9, "failures": []}
+    assert gpu_check.tests_again(right) == right

@@ -95,22 +95,27 @@ def check_forward(case, tiles):
     assert_attention(out, lse, problem, **case.forward)
 
 
-# Two stages of queries and three warpgroups: the next tile of queries comes while the one before is stored.
-OVERLAPPING_TILES = [{**LARGE_TILES, "query_stages": 2}, {**LARGE_TILES, "block_m": 192}]
+# Two stages of queries, three and four warpgroups: the next tile of queries comes while the one before is
+# stored. Under a causal mask it takes four for the warps to share what they know of a tile.
+OVERLAPPING_TILES = [
+    ({**LARGE_TILES, "query_stages": 2}, False),
+    ({**LARGE_TILES, "block_m": 192}, False),
+    ({**LARGE_TILES, "block_m": 256}, True),
+]
 
 
 @pytest.mark.parametrize(
     "features", [{"packed"}, {"seqused_k"}, {"packed", "seqused_k", "sink"}], ids=feature_id
 )
-@pytest.mark.parametrize("tiles", OVERLAPPING_TILES, ids=str)
-def test_tiles_of_many_lengths_that_overlap(rng, tiles, features):
+@pytest.mark.parametrize(("tiles", "causal"), OVERLAPPING_TILES, ids=str)
+def test_tiles_of_many_lengths_that_overlap(rng, tiles, causal, features):
     """Sequences without keys or without queries stand between others."""
     sizes = {"head_dim": 64, "head_dim_v": 64} | HEADS
     if "packed" in features:
         case = packed_case(rng, "float16", 5, [200, 70, 0, 193, 1, 130], [90, 0, 50, 130, 64, 1], **sizes)
-        case.numbers["causal"] = False
     else:
         case = draw_case(rng, "float16", features, seqlen_q=200, seqlen_k=130, batch=6, **sizes)
+    case.numbers["causal"] = causal
     if "seqused_k" in features:
         case.arrays["seqused_k"] = np.array([90, 0, 17, 0, 64, 1], np.int32)
     if "sink" in features:

@@ -104,6 +104,15 @@ def test_no_spill_where_lengths_vary(head_dim, features):
         assert jit.build(plan_of(call, **asdict(tiles)).variant).warnings == ()
 
 
+@pytest.mark.parametrize("features", [Features(packed=True), Features(seqused_k=True)], ids=str)
+def test_hardly_a_spill_where_lengths_vary_under_a_causal_mask(features):
+    call = replace(problem(64, causal=True), features=features)
+    many = [tiles for tiles in candidates(call.kind) if tiles.consumers > 3]
+    assert many
+    for tiles in many:
+        assert jit.build(plan_of(call, **asdict(tiles)).variant).resources[NAME].spill_stores <= 16
+
+
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features"),
     [

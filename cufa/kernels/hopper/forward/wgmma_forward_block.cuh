@@ -99,9 +99,9 @@ struct KeyTileRange {
 };
 
 // The lengths of a tile's sequence are part of it, if they vary. Two or more warpgroups have no
-// registers for them. Under a causal mask or a window each tile of scores that is cut would read
-// them again.
-constexpr bool kSharesTiles = (kPacked || kUsedKeys) && !kRangeMask && kConsumers > 1;
+// registers for them, or four under a causal mask or a window, where each tile of scores that is
+// cut reads them again.
+constexpr bool kSharesTiles = (kPacked || kUsedKeys) && kConsumers > (kRangeMask ? 3 : 1);
 using Work = WorkTiles<kConsumers, kQueryStages, kSharesTiles>;
 
 using Order = TileOrder<kBlockM, kSectionBytes>;

@@ -1,5 +1,7 @@
 """fwd_5_mma and bwd_3_mma on GPUs that need not be here: what the plan's tiles take of registers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
-from cufa.problem import Problem
+from cufa.problem import Features, Problem
 
 # With all of a thread's registers in use, ptxas spills words that stay the same from tile to tile: they are
 # loaded once a tile, which takes a hundred times as long. More than a few bytes are sums.
@@ -114,3 +116,24 @@ def test_heads_that_share_keys_are_in_parts_where_tiles_are_few(arch, heads, kv_
     assert ("round_keys" in grids) == (parts > 1)
     with pytest.raises(ValueError, match="parts must divide"):
         make_plan(problem, Device.of(arch), "bwd_3_mma", {"parts": 3})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("fwd_5_mma", "float16"),
+        ("fwd_5_mma", "float32"),
+        ("fwd_8_split_kv", "float16"),
+        ("fwd_9_float32", "float32"),
+    ],
+)
+@pytest.mark.parametrize("block_n", [144, 160, 256])
+def test_tiles_of_more_keys_than_a_mask_has_bits_for_in_a_word(kernel, dtype, block_n):
+    """Whatever tiles the plan takes can be compiled; with a mask it does not take them."""
+    problem = Problem("forward", dtype, 1, 70, 300, 2, 2, 32, 32)
+    masked = replace(problem, features=Features(mask=(1, 1, 70, 300)))
+    tiles = {"block_n": block_n}
+    with pytest.raises(ValueError, match=r"block_n|shared memory|registers"):
+        make_plan(masked, Device.of("sm_90a"), kernel, tiles)
+    if kernel != "fwd_9_float32" or block_n == 160:
+        assert jit.build(make_plan(problem, Device.of("sm_90a"), kernel, tiles).variant).resources

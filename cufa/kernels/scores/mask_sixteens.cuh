@@ -63,7 +63,7 @@ class MaskOfQuery {
     }
     // Finds which of the lane's keys are seen: a bit for each, two for each fragment.
     __device__ void look(unsigned int& bits, const Mask& mask, int row, int first_key) const {
-        static_assert(Columns <= 128, "a word has bits for 128 keys");
+        static_assert(kMaskBits == 0 || Columns <= 128, "a word has bits for 128 keys");
         bits = 0;
         look(mask, row, first_key, [&](int n, unsigned int four) { bits |= four << 2 * n; });
     }

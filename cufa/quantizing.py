@@ -212,7 +212,6 @@ def _quantize_on_gpu(
         arrays.as_bytes(out)[...] = arrays.as_bytes(written)
 
 
-@np.errstate(all="ignore")
 def _check_positive(descale: Any) -> None:
     for sequence, kv_head in np.argwhere(~(descale > 0))[:1]:
         value = descale[sequence, kv_head]
@@ -221,6 +220,7 @@ def _check_positive(descale: Any) -> None:
         )
 
 
+@np.errstate(all="ignore")
 def _quantize_on_cpu(named: dict[str, Any], axes: Axes, measured: bool) -> None:
     batch, seqlen, heads = axes
     order = (seqlen, heads, 2) if batch is None else (batch, seqlen, heads, 3)

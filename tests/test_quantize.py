@@ -152,6 +152,13 @@ def test_a_power_of_two_is_in_the_descale_alone(x, factor):
     np.testing.assert_array_equal(its_descale, np.where(zero, 1, np.ldexp(descale, factor)))
 
 
+def test_numbers_out_of_range_raise_no_floating_point_error():
+    x = np.array([np.inf, -np.inf, np.nan, 1e38, 1e-45, 0], np.float32).reshape(1, 1, 1, 6)
+    with np.errstate(all="raise"):
+        for descale in (None, np.full((1, 1), 1e-38, np.float32)):
+            cufa.quantize(x, descale=descale, backend="numpy")
+
+
 def test_layouts_are_the_same_numbers(rng):
     x = draw(rng, "float32")
     out, descale = cufa.quantize(x, kv_heads=2, backend="numpy")

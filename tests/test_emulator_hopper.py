@@ -718,12 +718,12 @@ def test_short_tiles_of_queries(rng, block_m):
     ("file", "right", "wrong"),
     [
         ("bwd_4_consumer.cuh", "walk.tile < both_begin);", "walk.tile <= both_begin);"),
-        ("bwd_4_wgmma.cu", "if (consumer.both_see(walk)) consumer.turns.wait();", "consumer.turns.wait();"),
+        ("bwd_4_consumer.cuh", "if (kProductTurns && both_see(walk)) turns.wait();", "turns.wait();"),
     ],
 )
 def test_warpgroups_that_do_not_take_turns_for_the_same_tiles(rng, tmp_path, file, right, wrong):
     options = {"tiles": {"block_m": 64}, "device": replace(SMALL_DEVICE, sm_count=1)}
-    problem = draw(rng, "bfloat16", 250, 250, dims=(64, 64), batch=1, heads=1, kv_heads=1)
+    problem = draw(rng, "bfloat16", 250, 250, dims=(128, 128), batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match="threads wait for others that do not come"):
         run("bwd_4_wgmma", problem, True, **options, folder=planted(tmp_path, file, right, wrong))
 

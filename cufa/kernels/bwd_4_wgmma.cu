@@ -3,14 +3,16 @@
 // Change from bwd_3_mma: one warp only copies, by TMA, and two warpgroups only compute, by wgmma,
 // each for 64 keys. S^T and dP^T are products of shared memory. P^T and dS^T stay in registers for
 // dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where the parts of both
-// warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory. dQ lags one tile
-// behind: then neither warpgroup waits for the other, and one multiplies while the other
-// exponentiates. A block processes many tiles of keys: while the gradients of one are stored, the
-// products of the next run. Where many queries see a key, a warpgroup puts all its gradients into
-// an outbox, from which TMA adds dQ to the sums. If the warpgroup added them itself, it would wait
-// until memory took them. Where a mask leaves a tile of queries to the keys of one warpgroup, the
-// other passes over it. Above head dim 128, with at most 128 value dims, dK leaves registers for
-// S or for dP, but not for both.
+// warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory. The warpgroups
+// divide it by panels of 64 dims; up to head dim 112, in tiles of 64 queries, they have dQ in turn,
+// all dims of it, and no product is wasted on dims that only pad a panel. dQ lags one tile behind:
+// then neither warpgroup waits for the other, and one multiplies while the other exponentiates. A
+// block processes many tiles of keys: while the gradients of one are stored, the products of the
+// next run. Where many queries see a key, a warpgroup puts all its gradients into an outbox, from
+// which TMA adds dQ to the sums. If the warpgroup added them itself, it would wait until memory
+// took them. Where a mask leaves a tile of queries to the keys of one warpgroup, the other passes
+// over it. Above head dim 128, with at most 128 value dims, dK leaves registers for S or for dP,
+// but not for both.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
 // scores, so that tiles of which it shows nothing are skipped; row_sums (statistics; sets the sums
@@ -44,16 +46,30 @@ constexpr bool kValuesEarly = kShortTiles;
 
 // The phases of a tile of queries.
 
+// Adds up this warpgroup's part of dQ of the tile before, if it has one. `meanwhile` is done while
+// the product runs, and may issue Products more.
+template <int Products, class Meanwhile>
+__device__ inline void add_query_gradients(Consumer& consumer, const Meanwhile& meanwhile) {
+    QueryPart dq, sums;
+    if (consumer.has_query_part()) {
+        consumer.issue_query_gradients(dq);
+        meanwhile(sums);
+        wait_part<Products>(dq);
+        consumer.add_query_gradients(dq, sums);
+    } else {
+        meanwhile(sums);
+        consumer.add_nothing();
+    }
+}
+
 // Passes over a tile that sees none of a warpgroup's keys: dS^T is 0, and dQ of the tile before is
 // due.
 template <class Walk>
 __device__ inline void pass_over(Consumer& consumer, const Walk& walk) {
-    QueryPart dq, sums;
     const Weights none = {};
-    consumer.share(none);
-    consumer.issue_query_gradients(dq);
-    wait_part<0>(dq);
-    consumer.add_query_gradients(dq, sums);
+    consumer.write(none);
+    consumer.share();
+    add_query_gradients<0>(consumer, [](QueryPart&) {});
     consumer.finish(walk);
 }
 
@@ -63,7 +79,7 @@ __device__ inline void begin_products(Consumer& consumer, Scores& s, Scores& dp,
     if constexpr (kDropout) consumer.draw_kept(walk);
     consumer.begin_scores(s, walk);
     consumer.begin_weight_gradients(dp);
-    if (consumer.both_see(walk)) consumer.turns.wait();
+    consumer.wait_for_turn(walk);
     consumer.issue_scores(s);
     consumer.issue_weight_gradients(dp);
 }
@@ -78,10 +94,10 @@ __device__ inline void make_weights(Consumer& consumer, Scores& s, Weights& p,
         consumer.round_weights(p, s);
         consumer.issue_value_gradients(dv, p);
     }
-    if (consumer.both_see(walk)) consumer.turns.pass();
+    consumer.pass_turn(walk);
 }
 
-// dS^T = P^T o (dP^T - D), which the other warpgroup gets, too.
+// dS^T = P^T o (dP^T - D).
 template <class Walk>
 __device__ inline void make_score_gradients(Consumer& consumer, Scores& dp, Weights& ds,
                                             const Scores& s, Weights& p, WgmmaSums<kValue>& dv,
@@ -93,17 +109,16 @@ __device__ inline void make_score_gradients(Consumer& consumer, Scores& dp, Weig
         consumer.round_weights(p, s);
         consumer.issue_value_gradients(dv, p);
     }
-    consumer.share(ds);
+    consumer.write(ds);
 }
 
-// Adds up dQ of the tile before and dK of this one.
+// Adds up dK, beside dQ of the tile before, and shares dS^T with the other warpgroup.
 __device__ inline void add_gradients(Consumer& consumer, WgmmaSums<kHead>& dk, const Weights& ds) {
-    QueryPart dq, sums;
-    consumer.issue_query_gradients(dq);
-    consumer.issue_key_gradients(dk, ds);
-    if (kSumsEarly) consumer.load_query_sums(sums);
-    wait_part<1>(dq);
-    consumer.add_query_gradients(dq, sums);
+    add_query_gradients<1>(consumer, [&](QueryPart& sums) {
+        consumer.issue_key_gradients(dk, ds);
+        consumer.share();
+        if (kSumsEarly) consumer.load_query_sums(sums);
+    });
     wait_product<0>(dk);
 }
 
@@ -157,16 +172,13 @@ __device__ inline void make_score_gradients_after(Consumer& consumer, const Weig
     wait_product<1>(dp);
     consumer.differentiate(dp, own_p, walk);
     round_to_operand<kBlockM>(ds, dp);
-    consumer.share(ds);
+    consumer.write(ds);
+    consumer.share();
     wait_product<0>(dv);
 }
 
 __device__ inline void add_shared_gradients(Consumer& consumer, WgmmaSums<kHead>& dk) {
-    QueryPart dq, sums;
-    consumer.issue_query_gradients(dq);
-    consumer.issue_key_gradients(dk);
-    wait_part<1>(dq);
-    consumer.add_query_gradients(dq, sums);
+    add_query_gradients<1>(consumer, [&](QueryPart&) { consumer.issue_key_gradients(dk); });
     wait_product<0>(dk);
 }
 
@@ -206,12 +218,10 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
             kScoresTogether ? attend(consumer, dk, dv, walk)
                             : attend_in_turn(consumer, dk, dv, walk);
             consumer.add_taken_out(dv, tiles);
-            QueryPart dq, sums;
-            consumer.issue_query_gradients(dq);
-            if (kSumsEarly) consumer.load_query_sums(sums);
-            consumer.hand_out_values(dv);
-            wait_part<0>(dq);
-            consumer.add_query_gradients(dq, sums);
+            add_query_gradients<0>(consumer, [&](QueryPart& sums) {
+                if (kSumsEarly) consumer.load_query_sums(sums);
+                consumer.hand_out_values(dv);
+            });
         }
         consumer.hand_out_keys(dk);
     }

@@ -2,9 +2,9 @@
 
 Up to head dim 128, or 192 with values to 128, each of the two has 64 of the block's 128 keys, and blocks stay
 for many tiles of keys. Above, they share 64 keys and divide the head dims. If many queries see a key, tiles
-of queries are longer; these leave room for one tile of keys, and the copy engine adds to dQ. If there are too
-few tiles of keys for the SMs, a block works for a part of the query heads that share its keys, or of their
-rows.
+of queries are longer above head dim 112, and the copy engine may add to dQ; both leave room for one tile of
+keys. If there are too few tiles of keys for the SMs, a block works for a part of the query heads that share
+its keys, or of their rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from cufa.plan.wgmma_backward_tiles import (
     THREADS,
     WIDE_TILES,
     Tiles,
-    are_long,
     best_tiles,
     check_tiles,
+    has_whole_queries,
     narrow_cost,
     scores_together,
+    sends_sums,
     statistics_bytes,
     wide_cost,
 )
@@ -81,7 +82,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         return way_of_adding(problem, device, best, tiles)
 
     def outboxes(tiles: Tiles) -> bool:
-        return are_long(problem, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
+        return sends_sums(problem, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
 
     def key_stages(tiles: Tiles) -> int:
         smem_bytes = narrow_cost(problem, tiles, MOST_KEY_STAGES, outboxes(tiles)).smem_bytes
@@ -96,11 +97,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         own_macros=lambda tiles: (
             ("KEY_STAGES", key_stages(tiles)),
             ("HAS_OUTBOXES", outboxes(tiles)),
+            ("WHOLE_QUERIES", has_whole_queries(problem, tiles.block_m)),
             ("SCORES_TOGETHER", scores_together(problem)),
         ),
     )
     part = _decide(problem, device, tiles, kind)
-    by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
+    by_copies = ("many queries see a key: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
     return replace(part, reasons=(*part.reasons, *by_copies))
 
 

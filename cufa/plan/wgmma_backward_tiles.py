@@ -92,10 +92,14 @@ class Tiles:
         return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}{of_rows}"
 
 
+# Up to this many head and value dims together, a thread has registers for all dims of 64 queries of dQ; the
+# same where scores or weights are more than products, and with a soft cap.
+MOST_DIMS_OF_WHOLE, MOST_WITH_SHAPES, MOST_WITH_SOFTCAP = 224, 192, 128
+
 # The best tiles, by largest head dim.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
-# The best tiles above head dim 64 if at least this many queries of a head see a key on average: blocks then
-# seldom go on to other keys, so waiting for those matters little.
+# The best tiles if dQ of a tile is divided and at least this many queries of a head see a key on average:
+# blocks then seldom go on to other keys, so waiting for those matters little.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 # The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
@@ -103,17 +107,35 @@ WIDE_TILES = Tiles(64, WGMMA_M, 2)
 NEAR_TILES, NEAR = Tiles(64, CONSUMERS * WGMMA_M, 3), 64
 
 
-def has_long_tiles(problem: Problem) -> bool:
-    """Whether tiles of queries are long: many queries of a head must see a key, or a partial tile costs more.
-
-    A soft cap, a bias, dropout and the caller's functions need registers that long tiles do not leave.
-    """
+def _shapes_scores(problem: Problem) -> bool:
+    """Whether scores or weights are more than products, which needs registers or shared memory."""
     features = problem.features
     mods = features.score_mod is not None or features.key_mask
-    asks = features.softcap or features.bias is not None or features.dropout or mods
-    if problem.head_dim <= PANEL_COLS or not scores_together(problem) or asks:
-        return False
-    return problem.seeing_queries >= MANY_QUERIES
+    return features.softcap or features.bias is not None or features.dropout or mods
+
+
+def has_whole_queries(problem: Problem, block_m: int) -> bool:
+    """Whether the warpgroups make dQ of one tile after the other in turn, instead of dividing its dims.
+
+    A product for some of the dims of dQ^T computes whole panels, one for all of them no more than these.
+    """
+    head, value = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    most = MOST_DIMS_OF_WHOLE
+    if _shapes_scores(problem):
+        most = MOST_WITH_SOFTCAP if problem.features.softcap else MOST_WITH_SHAPES
+    return block_m == WGMMA_M and head < CONSUMERS * PANEL_COLS and head + value <= most
+
+
+def _has_many_queries(problem: Problem) -> bool:
+    """Whether many queries of a head see a key, above one panel of dims, by products alone."""
+    many = problem.seeing_queries >= MANY_QUERIES
+    return problem.head_dim > PANEL_COLS and many and not _shapes_scores(problem)
+
+
+def has_long_tiles(problem: Problem) -> bool:
+    """Whether tiles of queries are long: many must see a key, or a partial tile costs more."""
+    whole = has_whole_queries(problem, WGMMA_M)
+    return scores_together(problem) and not whole and _has_many_queries(problem)
 
 
 def best_tiles(problem: Problem) -> Tiles:
@@ -127,9 +149,15 @@ def best_tiles(problem: Problem) -> Tiles:
     return next(tiles for limit, tiles in TILES.items() if dim <= limit)
 
 
-def are_long(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a tile has more sums of dQ than a warpgroup can add without a long wait."""
-    return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
+def sends_sums(problem: Problem, tiles: Tiles) -> bool:
+    """Whether the copy engine should add to dQ, if blocks add as they come.
+
+    Otherwise warpgroups do. Those of long tiles would wait long for it. Under a causal mask or a window the
+    others wait less than the outboxes cost.
+    """
+    if not has_whole_queries(problem, tiles.block_m):
+        return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
+    return _has_many_queries(problem) and not problem.range_mask
 
 
 def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
@@ -165,7 +193,11 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
     """The cost of tiles of `bwd_4_wgmma` with this many stages of keys."""
     m, n = tiles.block_m, tiles.block_n
     dim = problem.head_dim
-    outbox_bytes = m * round_up(dim, PANEL_COLS) // CONSUMERS * SUM_BYTES if outboxes else SUM_BYTES
+    if has_whole_queries(problem, m):
+        sums = m * round_up(dim, WGMMA_K)
+    else:
+        sums = m * round_up(dim, PANEL_COLS) // CONSUMERS
+    outbox_bytes = (sums if outboxes else 1) * SUM_BYTES
     smem_bytes = (
         key_stages * (panel_tile_bytes(n, dim) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, dim) + panel_tile_bytes(m, problem.value_dim))

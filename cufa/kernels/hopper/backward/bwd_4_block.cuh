@@ -39,17 +39,34 @@ using OwnTiles = QueryTileRange<kBlockM, kWgmmaM>;  // of a warpgroup's keys
 using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
-// The warpgroups divide a tile of dQ^T. Each has one panel of dims, if there are two or more, and
-// half of the queries of an odd panel.
+// Whether the warpgroups make dQ of one tile after the other in turn. Otherwise they divide a tile
+// of dQ^T, of which a product computes whole panels of dims, even if dims fill only part of one:
+// each has one panel, if there are two or more, and half of the queries of an odd panel.
+constexpr bool kWholeQueries = WHOLE_QUERIES;
+static_assert(!kWholeQueries || (kBlockM == kWgmmaM && kScoresTogether));
 constexpr int kPanels = KeyRows::kPanels;
-constexpr bool kWholePanel = kPanels >= kConsumers, kHalfPanel = kPanels % kConsumers != 0;
-static_assert(kPanels / kConsumers == kWholePanel, "a warpgroup has at most one panel of dQ");
-using Sums = QuerySums<kBlockM, kPanels, kHalfPanel>;
+constexpr bool kWholePanel = kWholeQueries || kPanels >= kConsumers;
+constexpr bool kHalfPanel = !kWholeQueries && kPanels % kConsumers != 0;
+static_assert(kWholeQueries || kPanels / kConsumers == kWholePanel,
+              "a warpgroup has at most one panel of dQ");
+template <bool Whole>
+struct SumsOfTile {
+    using type = QuerySums<kBlockM, kPanels, kHalfPanel>;
+};
+template <>
+struct SumsOfTile<true> {
+    using type = WholeQuerySums;
+};
+using Sums = SumsOfTile<kWholeQueries>::type;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 struct QueryPart {
-    WgmmaSums<kBlockM> panel;
+    WgmmaSums<kWholeQueries ? kHead : kBlockM> panel;  // or all panels
     WgmmaSums<kBlockM / 2> half;
 };
+// Whether warpgroups take turns from a tile's first product to its weights, so that the tensor
+// cores serve one while the other waits for its dQ. Otherwise both would fall into step and compute
+// their softmax at the same time. If only one has a dQ to wait for, they do not.
+constexpr bool kProductTurns = !kWholeQueries;
 
 struct Queries {
     QueryRows q;
@@ -59,13 +76,14 @@ struct Queries {
 // What a warpgroup sends out by TMA: its part of a tile of dQ^T, or the gradients of its keys or
 // values. The part of dQ^T is the largest.
 struct Outbox {
-    alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPanel : 1];
+    alignas(kOutboxes ? kSwizzleBytes
+                      : sizeof(float)) float sums[kOutboxes ? Sums::kLargestPart : 1];
 
     __device__ float* queries() { return sums; }
     __device__ KeyRows& keys() { return reinterpret_cast<KeyRows&>(sums); }
     __device__ ValueRows& values() { return reinterpret_cast<ValueRows&>(sums); }
 };
-static_assert(!kOutboxes || (kWholePanel && !kHalfPanel), "a half has no outbox");
+static_assert(!kOutboxes || !kHalfPanel, "a half has no outbox");
 static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
 static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
 // The destination: `sums`, to which dQ is added, or dK and dV of `work`.

@@ -16,9 +16,6 @@ static_assert(kScoresTogether || !kDropout, "nobody draws which weights are kept
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 
-// Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
-// one while the other waits for its dQ. Otherwise both would fall into step and compute their
-// softmax at the same time.
 using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
 struct Consumer : KeyGradients {
@@ -32,7 +29,10 @@ struct Consumer : KeyGradients {
     RingPosition<1> bias_at;
     float* tile_before;  // sums of dQ of the tile before; its dS is a stage before
     bool last_before;    // whether these are the last keys that that tile sees
-    bool took_out;       // whether masked tiles of queries had NaN or infinity
+    // With whole tiles of dQ: whether this warpgroup has that one, and its turns to add.
+    bool adds_before;
+    RingPosition<kStages> turn_at;
+    bool took_out;  // whether masked tiles of queries had NaN or infinity
     PendingSums<2, false> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
@@ -51,6 +51,7 @@ struct Consumer : KeyGradients {
         first_sums = QueryWorkspace(params.call).first_sums_of(params.call, work());
         sets_sums = Keys::sets_sums(work());
         tile_before = nullptr;
+        adds_before = false;
         took_out = false;
         return work().exists();
     }
@@ -97,6 +98,18 @@ struct Consumer : KeyGradients {
     template <class Walk>
     __device__ bool both_see(const Walk& walk) const {
         return !kPassesOver || (walk.tile >= both_begin && walk.tile < both_end);
+    }
+
+    // Whether this warpgroup has a part of dQ of the tile before.
+    __device__ bool has_query_part() const { return !kWholeQueries || adds_before; }
+
+    template <class Walk>
+    __device__ void wait_for_turn(const Walk& walk) const {
+        if (kProductTurns && both_see(walk)) turns.wait();
+    }
+    template <class Walk>
+    __device__ void pass_turn(const Walk& walk) const {
+        if (kProductTurns && both_see(walk)) turns.pass();
     }
 
     template <class Walk>
@@ -179,18 +192,23 @@ struct Consumer : KeyGradients {
         issue_product_nn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
     }
 
-    // Shares dS^T with the other warpgroup.
-    __device__ void share(const Weights& ds) {
+    // Writes dS^T where the other warpgroup reads it, too.
+    __device__ void write(const Weights& ds) {
         smem.ds_ring.wait_empty(at);
         write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, row_of_warp());
+    }
+    // Says so. The fence waits for memory, such as for additions to dQ: at best beside products.
+    __device__ void share() {
         ptx::proxy_fence();
         ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
     }
 
-    // Issues this warpgroup's part of dQ^T = K^T dS^T, over all keys, for the tile before. For the
-    // first tile the product reads the queries in place of dS^T and is not used: a branch around it
-    // would make all products wait for each other.
-    __device__ void issue_query_gradients(QueryPart& dq) {
+    // Issues this warpgroup's part of dQ^T = K^T dS^T, or of dQ, over all keys, for the tile
+    // before. For the first tile the product reads the queries in place of dS^T and is not used: a
+    // branch around it would make all products wait for each other. A template, because parts
+    // differ.
+    template <class Part>
+    __device__ void issue_query_gradients(Part& dq) {
         using Shared = ScoreRows[kConsumers];
         static_assert(sizeof(Shared) <= sizeof(Queries), "there is not as much");
         const RingPosition<kStages> from = before(at);
@@ -199,7 +217,11 @@ struct Consumer : KeyGradients {
         const Shared& ds =
             is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.queries[at.stage]);
         const auto& k = smem.k[keys_at.stage];
-        if constexpr (kWholePanel) issue_product_tn<kBlockM>(dq.panel, k, warpgroup, ds, 0);
+        if constexpr (kWholeQueries) {
+            issue_product_tn<kHead>(dq.panel, ds, 0, k, 0);
+        } else if constexpr (kWholePanel) {
+            issue_product_tn<kBlockM>(dq.panel, k, warpgroup, ds, 0);
+        }
         if constexpr (kHalfPanel) {
             issue_product_tn<kBlockM / 2>(dq.half, k, kPanels - 1, ds, warpgroup * (kBlockM / 2));
         }
@@ -228,10 +250,16 @@ struct Consumer : KeyGradients {
             return post({OutboxLabel::kQueries, panel.sums, {}});
         }
         const Sums::Part half = Sums::half_of(tile_before, warpgroup);
-        if (kTurns) smem.order[warpgroup].wait_full(from);
+        const RingPosition<kStages> turn = kWholeQueries ? turn_at : from;
+        if (kTurns) smem.order[warpgroup].wait_full(turn);
         if (kWholePanel && panel.has_own_slab()) add_or_round(dq.panel, sums.panel, panel.sums);
         if (kHalfPanel && half.has_own_slab()) add_or_round(dq.half, sums.half, half.sums);
-        if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
+        if (kTurns) arrive_by_warp(smem.order[warpgroup].added[turn.stage]);
+        if (kTurns && kWholeQueries) turn_at.advance();
+    }
+    // The same if it has no part.
+    __device__ void add_nothing() {
+        if (tile_before != nullptr) release(smem.ds_ring, before(at));
     }
 
     // Ends a tile of queries.
@@ -242,6 +270,7 @@ struct Consumer : KeyGradients {
         const QueryWorkspace workspace(params.call);
         tile_before = workspace.sums_at(workspace.place_from(first_sums, walk.head, walk.tile));
         last_before = walk.tiles.last_of(walk.tile);
+        if (kWholeQueries) adds_before = Sums::has_part(warpgroup, walk.head, walk.tile);
         if (kWindow) sets_sums = walk.tiles.first_of(walk.tile);
     }
 

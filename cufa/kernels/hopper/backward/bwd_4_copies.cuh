@@ -114,7 +114,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
 // Waits for the consumers' turns.
 __device__ inline void take_turns(Smem& smem, const Params& params) {
-    RingPosition<kStages> to;
+    RingPosition<kStages> to[kConsumers];
     for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
         smem.keys_ring.wait_full(keys_at);
         const KeyWork work = smem.work[keys_at.stage];

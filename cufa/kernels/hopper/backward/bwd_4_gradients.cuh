@@ -30,6 +30,9 @@ struct KeyGradients {
             write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
             post({OutboxLabel::kValues, nullptr, work()});
         } else {
+            // All of its warps must be done with the values. With a part of each tile of dQ, they
+            // have waited for the last dS^T, and so for each other.
+            if (kWholeQueries) ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
             write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
         }
     }

@@ -80,7 +80,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
 
 __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
     const Tiles tiles(params.call, work);
-    RingPosition<kStages> to;
+    RingPosition<kStages> to[kConsumers];
     take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
                                  RangeWalk(tiles, params.call.sizes, work.part));
 }

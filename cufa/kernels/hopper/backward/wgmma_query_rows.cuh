@@ -158,10 +158,10 @@ __device__ inline void round_tile(const BackwardParams& call) {
 #pragma unroll
     for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
         const auto four = fours[i];
-        const auto [query, dim] = Sums::place_of(i);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            rounded[query + e % 2][dim + e / 2 * 8] = from_acc<scalar_t>(four[e] * scale);
+            const auto [query, dim] = Sums::place_of(i, e);
+            rounded[query][dim] = from_acc<scalar_t>(four[e] * scale);
         }
     }
     __syncthreads();

@@ -21,7 +21,8 @@ struct OrderRing : Ring<Stages> {
 
 // Waits for the turns of all warpgroups: until the blocks before this one have added their parts.
 template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
-__device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPosition<Stages>& to,
+__device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
+                                  RingPosition<Stages> (&to)[kConsumers],
                                   const Workspace& workspace, const BackwardParams& call,
                                   const KeyWork& work, Walk at) {
     const int first_place = workspace.first_place_of(work.sequence(call));
@@ -31,14 +32,15 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPo
         const unsigned int turn = kAdding == kInOrder ? place : min(place, 1u);
         const auto& added = workspace.added[workspace.place_from(first_place, at.head, at.tile)];
         for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-            order[warpgroup].wait_empty(to);
+            if (!Workspace::Sums::has_part(warpgroup, at.head, at.tile)) continue;
+            order[warpgroup].wait_empty(to[warpgroup]);
             const Watchdog watchdog;
             while (turn > 0 && ptx::load_acquire(&added[warpgroup]) < turn) {
                 watchdog.check("turn", turn, &added[warpgroup], Caller::here());
             }
-            ptx::barrier_arrive(order[warpgroup].full[to.stage]);
+            ptx::barrier_arrive(order[warpgroup].full[to[warpgroup].stage]);
+            to[warpgroup].advance();
         }
-        to.advance();
     }
 }
 
@@ -50,6 +52,7 @@ __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>
                                   const BackwardParams& call, const KeyWork& work, Walk at) {
     const int first_place = workspace.first_place_of(work.sequence(call));
     for (; !at.at_end(); at.advance()) {
+        if (!Workspace::Sums::has_part(warpgroup, at.head, at.tile)) continue;
         const int place = workspace.place_from(first_place, at.head, at.tile);
         wait_for(order.added[to.stage], to.parity, to.stage);
         if (threadIdx.x % 32 == 0) {

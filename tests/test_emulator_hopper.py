@@ -704,6 +704,53 @@ def test_long_tiles_of_queries(rng, dims, causal):
         run("bwd_4_wgmma", problem, causal, tiles=LONG_TILES, device=SMALL_DEVICE)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize(
+    ("dims", "causal"), [((96, 96), False), ((72, 112), True), ((112, 104), True), ((24, 40), False)]
+)
+def test_warpgroups_that_make_dq_in_turn(rng, dims, causal, kv_heads):
+    """Each has every other tile of one head after the other, or of three heads that share their keys."""
+    for lengths in LENGTHS:
+        problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=3, kv_heads=kv_heads)
+        for options in ({}, {"deterministic": True}):
+            run("bwd_4_wgmma", problem, causal, tiles={"block_m": 64}, device=SMALL_DEVICE, **options)
+
+
+def test_whole_tiles_of_dq_that_the_copy_engine_adds(rng):
+    problem = draw(rng, "float16", 1510, 150, dims=(104, 80), batch=1, heads=2, kv_heads=1)
+    run("bwd_4_wgmma", problem, False, tiles=None, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "lengths", "error"),
+    [
+        (
+            "bwd_4_gradients.cuh",
+            "if (kWholeQueries) ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);",
+            (203, 330),
+            "race: .* a product of the warpgroup",
+        ),
+        (
+            "bwd_4_consumer.cuh",
+            "if (tile_before != nullptr) release(smem.ds_ring, before(at));",
+            (330, 310),
+            "threads wait for others that do not come",
+        ),
+        (
+            "bwd_4_consumer.cuh",
+            "if (kTurns && kWholeQueries) turn_at.advance();",
+            (330, 310),
+            "threads wait for others that do not come",
+        ),
+    ],
+)
+def test_a_warpgroup_without_a_part_of_dq(rng, tmp_path, file, right, lengths, error):
+    folder = planted(tmp_path, file, right, "")
+    problem = draw(rng, "bfloat16", *lengths, dims=(96, 96), batch=1, heads=2, kv_heads=1)
+    with pytest.raises(EmulatorError, match=error):
+        run("bwd_4_wgmma", problem, True, tiles={"block_m": 64}, device=SMALL_DEVICE, folder=folder)
+
+
 @pytest.mark.parametrize("block_m", [32, 64, 96])
 def test_short_tiles_of_queries(rng, block_m):
     """Under a mask, a warpgroup passes over those that see keys of the other one alone."""

@@ -487,6 +487,32 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
 
 
 @pytest.mark.parametrize(
+    ("call", "whole", "sends"),
+    [
+        (problem(80, seqlen=4096), True, True),
+        (problem(112, seqlen=4096), True, True),
+        (problem(80, causal=True, seqlen=4096), True, False),
+        (problem(96, seqlen=1024), True, False),
+        (problem(96, 128, seqlen=1024), True, False),
+        (problem(112, 128, seqlen=1024), False, False),
+        (problem(120, seqlen=4096), False, True),
+        (problem(64, seqlen=4096), False, False),
+        (replace(problem(64, seqlen=4096), features=Features(window=(64, 64))), True, False),
+        (replace(problem(64, seqlen=4096), features=Features(window=(64, 64), softcap=True)), True, False),
+        (replace(problem(80, seqlen=4096), features=Features(softcap=True)), False, False),
+        (replace(problem(96, seqlen=4096), features=Features(dropout=True)), True, False),
+        (replace(problem(104, seqlen=4096), features=Features(dropout=True)), False, False),
+    ],
+)
+def test_where_no_dims_pad_a_panel_warpgroups_make_whole_tiles_of_dq(call, whole, sends):
+    plan = plan_of(call)
+    macros = dict(plan.macros)
+    assert (macros["WHOLE_QUERIES"], macros["HAS_OUTBOXES"]) == (whole, sends)
+    assert not whole or plan.tiles["block_m"] == 64
+    assert dict(plan_of(deterministic(call)).macros)["HAS_OUTBOXES"] is False
+
+
+@pytest.mark.parametrize(
     ("head_dim", "window", "block_m"),
     [
         (64, (64, 64), 64),

@@ -716,6 +716,11 @@ def test_warpgroups_that_make_dq_in_turn(rng, dims, causal, kv_heads):
             run("bwd_4_wgmma", problem, causal, tiles={"block_m": 64}, device=SMALL_DEVICE, **options)
 
 
+def test_a_block_that_makes_dq_in_turn_of_one_head_after_the_other(rng):
+    problem = draw(rng, "bfloat16", 300, 310, dims=(80, 80), batch=1, heads=6, kv_heads=6)
+    run("bwd_4_wgmma", problem, False, device=SMALL_DEVICE)
+
+
 def test_whole_tiles_of_dq_that_the_copy_engine_adds(rng):
     problem = draw(rng, "float16", 1510, 150, dims=(104, 80), batch=1, heads=2, kv_heads=1)
     run("bwd_4_wgmma", problem, False, tiles=None, device=SMALL_DEVICE)

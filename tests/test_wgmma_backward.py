@@ -491,6 +491,7 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
     [
         (problem(80, seqlen=4096), True, True),
         (problem(112, seqlen=4096), True, True),
+        (replace(problem(96, seqlen=16384), seqlen_k=512), True, True),
         (problem(80, causal=True, seqlen=4096), True, False),
         (problem(96, seqlen=1024), True, False),
         (problem(96, 128, seqlen=1024), True, False),

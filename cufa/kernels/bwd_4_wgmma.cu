@@ -4,15 +4,15 @@
 // each for 64 keys. S^T and dP^T are products of shared memory. P^T and dS^T stay in registers for
 // dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where the parts of both
 // warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory. The warpgroups
-// divide it by panels of 64 dims; up to head dim 112, in tiles of 64 queries, they have dQ in turn,
-// all dims of it, and no product is wasted on dims that only pad a panel. dQ lags one tile behind:
-// then neither warpgroup waits for the other, and one multiplies while the other exponentiates. A
-// block processes many tiles of keys: while the gradients of one are stored, the products of the
-// next run. Where many queries see a key, a warpgroup puts all its gradients into an outbox, from
-// which TMA adds dQ to the sums. If the warpgroup added them itself, it would wait until memory
-// took them. Where a mask leaves a tile of queries to the keys of one warpgroup, the other passes
-// over it. Above head dim 128, with at most 128 value dims, dK leaves registers for S or for dP,
-// but not for both.
+// divide it by panels of 64 dims or, if registers allow it up to head dim 112, in tiles of 64
+// queries have it in turn, all dims of it: then no product is wasted on dims that only pad a panel.
+// dQ lags one tile behind: then neither warpgroup waits for the other, and one multiplies while the
+// other exponentiates. A block processes many tiles of keys: while the gradients of one are stored,
+// the products of the next run. Where many queries see a key, a warpgroup puts all its gradients
+// into an outbox, from which TMA adds dQ to the sums. If the warpgroup added them itself, it would
+// wait until memory took them. Where a mask leaves a tile of queries to the keys of one warpgroup,
+// the other passes over it. Above head dim 128, with at most 128 value dims, dK leaves registers
+// for S or for dP, but not for both.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
 // scores, so that tiles of which it shows nothing are skipped; row_sums (statistics; sets the sums

@@ -7,7 +7,7 @@ from enum import Enum
 from cufa.device import Device
 from cufa.plan.head_parts import FILLED
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
-from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, WIDE_TILES, Tiles
+from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, WIDE_TILES, Tiles, sends_sums
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
@@ -64,9 +64,9 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
         return Adding.ALONE
     if problem.features.deterministic or few_add(problem, device, best):
         return Adding.IN_ORDER
-    # With a window, a query may see keys but not the first ones. For long tiles the copy engine adds the
-    # sums, and it is not known when.
-    if problem.features.windowed or best is LONG_TILES or _cached(problem, device):
+    # With a window, a query may see keys but not the first ones. If the copy engine adds the sums, it is not
+    # known when.
+    if problem.features.windowed or sends_sums(problem, best) or _cached(problem, device):
         return Adding.AS_THEY_COME
     # In bwd_5_wgmma_wide products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST

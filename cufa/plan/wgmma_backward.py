@@ -2,9 +2,9 @@
 
 Up to head dim 128, or 192 with values to 128, each of the two has 64 of the block's 128 keys, and blocks stay
 for many tiles of keys. Above, they share 64 keys and divide the head dims. If many queries see a key, tiles
-of queries are longer above head dim 112, and the copy engine may add to dQ; both leave room for one tile of
-keys. If there are too few tiles of keys for the SMs, a block works for a part of the query heads that share
-its keys, or of their rows.
+of queries are longer where dQ is divided, and the copy engine may add to dQ; both mostly leave room for one
+tile of keys. If there are too few tiles of keys for the SMs, a block works for a part of the query heads that
+share its keys, or of their rows.
 """
 
 from __future__ import annotations
@@ -102,8 +102,14 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         ),
     )
     part = _decide(problem, device, tiles, kind)
-    by_copies = ("many queries see a key: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
-    return replace(part, reasons=(*part.reasons, *by_copies))
+    chosen = Tiles(**part.tiles)
+    whole = has_whole_queries(problem, chosen.block_m)
+    reasons = (
+        *part.reasons,
+        *("the warpgroups make dQ in turn, all head dims of a tile of queries",) * whole,
+        *("many queries see a key: the copy engine adds to dQ",) * outboxes(chosen),
+    )
+    return replace(part, reasons=reasons)
 
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:

@@ -98,8 +98,8 @@ MOST_DIMS_OF_WHOLE, MOST_WITH_SHAPES, MOST_WITH_SOFTCAP = 224, 192, 128
 
 # The best tiles, by largest head dim.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
-# The best tiles if dQ of a tile is divided and at least this many queries of a head see a key on average:
-# blocks then seldom go on to other keys, so waiting for those matters little.
+# The best tiles above head dim 64 if dQ of a tile is divided and at least this many queries of a head see a
+# key on average: blocks then seldom go on to other keys, so waiting for those matters little.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 # The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
@@ -210,8 +210,10 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
     head, value = round_up(dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
-    # S and dP, or dP and P rounded; dK and dV
+    # S and dP, or dP and P rounded; with all dims of dQ instead, dS rounded; dK and dV
     scores = m if scores_together(problem) else m // 2 + m // 4
+    if has_whole_queries(problem, m):
+        scores = max(scores, m // 4 + head // 2)
     registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

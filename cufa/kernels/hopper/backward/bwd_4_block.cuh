@@ -45,19 +45,19 @@ using Statistics = RowStatistics<kBlockM>;
 constexpr bool kWholeQueries = WHOLE_QUERIES;
 static_assert(!kWholeQueries || (kBlockM == kWgmmaM && kScoresTogether));
 constexpr int kPanels = KeyRows::kPanels;
-constexpr bool kWholePanel = kWholeQueries || kPanels >= kConsumers;
+constexpr bool kHasPanel = kWholeQueries || kPanels >= kConsumers;
 constexpr bool kHalfPanel = !kWholeQueries && kPanels % kConsumers != 0;
-static_assert(kWholeQueries || kPanels / kConsumers == kWholePanel,
+static_assert(kWholeQueries || kPanels / kConsumers == kHasPanel,
               "a warpgroup has at most one panel of dQ");
 template <bool Whole>
-struct SumsOfTile {
+struct SumsIf {
     using type = QuerySums<kBlockM, kPanels, kHalfPanel>;
 };
 template <>
-struct SumsOfTile<true> {
+struct SumsIf<true> {
     using type = WholeQuerySums;
 };
-using Sums = SumsOfTile<kWholeQueries>::type;
+using Sums = SumsIf<kWholeQueries>::type;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 struct QueryPart {
     WgmmaSums<kWholeQueries ? kHead : kBlockM> panel;  // or all panels
@@ -73,8 +73,8 @@ struct Queries {
     OutRows dout;
 };
 
-// What a warpgroup sends out by TMA: its part of a tile of dQ^T, or the gradients of its keys or
-// values. The part of dQ^T is the largest.
+// What a warpgroup sends out by TMA: its part of a tile of dQ, or the gradients of its keys or
+// values. The part of dQ is the largest.
 struct Outbox {
     alignas(kOutboxes ? kSwizzleBytes
                       : sizeof(float)) float sums[kOutboxes ? Sums::kLargestPart : 1];

@@ -94,7 +94,7 @@ struct Consumer : KeyGradients {
     __device__ bool passes_over(const Walk& walk) const {
         return kPassesOver && (warpgroup == 0 ? walk.tile >= both_end : walk.tile < both_begin);
     }
-    // Whether both warpgroups compute for it, and so take turns.
+    // Whether both warpgroups compute for it.
     template <class Walk>
     __device__ bool both_see(const Walk& walk) const {
         return !kPassesOver || (walk.tile >= both_begin && walk.tile < both_end);
@@ -204,9 +204,9 @@ struct Consumer : KeyGradients {
     }
 
     // Issues this warpgroup's part of dQ^T = K^T dS^T, or of dQ, over all keys, for the tile
-    // before. For the first tile the product reads the queries in place of dS^T and is not used: a
-    // branch around it would make all products wait for each other. A template, because parts
-    // differ.
+    // before. Where they divide it, the product for the first tile reads the queries in place of
+    // dS^T and is not used: a branch around it would make all products wait for each other. A
+    // template, because parts differ.
     template <class Part>
     __device__ void issue_query_gradients(Part& dq) {
         using Shared = ScoreRows[kConsumers];
@@ -219,7 +219,7 @@ struct Consumer : KeyGradients {
         const auto& k = smem.k[keys_at.stage];
         if constexpr (kWholeQueries) {
             issue_product_tn<kHead>(dq.panel, ds, 0, k, 0);
-        } else if constexpr (kWholePanel) {
+        } else if constexpr (kHasPanel) {
             issue_product_tn<kBlockM>(dq.panel, k, warpgroup, ds, 0);
         }
         if constexpr (kHalfPanel) {
@@ -234,7 +234,7 @@ struct Consumer : KeyGradients {
         if (tile_before == nullptr || !last_before || sets_sums) return;
         const Sums::Part panel = Sums::panel_of(tile_before, warpgroup);
         const Sums::Part half = Sums::half_of(tile_before, warpgroup);
-        if (kWholePanel && panel.has_own_slab()) Sums::collect(sums.panel, panel.sums);
+        if (kHasPanel && panel.has_own_slab()) Sums::collect(sums.panel, panel.sums);
         if (kHalfPanel && half.has_own_slab()) Sums::collect(sums.half, half.sums);
     }
 
@@ -252,7 +252,7 @@ struct Consumer : KeyGradients {
         const Sums::Part half = Sums::half_of(tile_before, warpgroup);
         const RingPosition<kStages> turn = kWholeQueries ? turn_at : from;
         if (kTurns) smem.order[warpgroup].wait_full(turn);
-        if (kWholePanel && panel.has_own_slab()) add_or_round(dq.panel, sums.panel, panel.sums);
+        if (kHasPanel && panel.has_own_slab()) add_or_round(dq.panel, sums.panel, panel.sums);
         if (kHalfPanel && half.has_own_slab()) add_or_round(dq.half, sums.half, half.sums);
         if (kTurns) arrive_by_warp(smem.order[warpgroup].added[turn.stage]);
         if (kTurns && kWholeQueries) turn_at.advance();
@@ -360,9 +360,9 @@ struct Consumer : KeyGradients {
     }
 };
 
-// Waits for a part of dQ^T.
+// Waits for a part of dQ.
 template <int Pending>
 __device__ inline void wait_part(QueryPart& dq) {
-    if constexpr (kWholePanel) wait_product<Pending>(dq.panel);
+    if constexpr (kHasPanel) wait_product<Pending>(dq.panel);
     if constexpr (kHalfPanel) wait_product<Pending>(dq.half);
 }

@@ -193,10 +193,9 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
     """The cost of tiles of `bwd_4_wgmma` with this many stages of keys."""
     m, n = tiles.block_m, tiles.block_n
     dim = problem.head_dim
-    if has_whole_queries(problem, m):
-        sums = m * round_up(dim, WGMMA_K)
-    else:
-        sums = m * round_up(dim, PANEL_COLS) // CONSUMERS
+    head, value = round_up(dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    whole = has_whole_queries(problem, m)
+    sums = m * (head if whole else round_up(dim, PANEL_COLS) // CONSUMERS)
     outbox_bytes = (sums if outboxes else 1) * SUM_BYTES
     smem_bytes = (
         key_stages * (panel_tile_bytes(n, dim) + panel_tile_bytes(n, problem.value_dim))  # K, V
@@ -209,10 +208,9 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS + 2)
         + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
-    head, value = round_up(dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
-    # S and dP, or dP and P rounded; with all dims of dQ instead, dS rounded; dK and dV
+    # S and dP, or dP and P rounded; or dS rounded and all dims of dQ; dK and dV
     scores = m if scores_together(problem) else m // 2 + m // 4
-    if has_whole_queries(problem, m):
+    if whole:
         scores = max(scores, m // 4 + head // 2)
     registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads

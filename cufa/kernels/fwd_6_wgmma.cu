@@ -57,6 +57,8 @@ struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
     // the diagonal, unless the tiles begin there, and a bias may raise them anywhere.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
+    // Otherwise a branch in one loop costs less than the size of several.
+    static constexpr bool kLoopsApart = kRaisesLate;
     // This rare case decides how the compiler orders the common one. By NVRTC 13.0, eight at once
     // make head dim 64 faster without a mask, and slower with one. Small tiles would spill.
     static constexpr int kRecomputesAtOnce = kConsumers == 1 ? 1 : kRangeMask ? 2 : 8;

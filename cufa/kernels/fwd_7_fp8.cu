@@ -85,6 +85,7 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     // Products take less time than exponentials. With short turns the exponentials of two
     // warpgroups would coincide; those of four do in any case.
     static constexpr bool kLongTurns = kConsumers < 4;
+    static constexpr bool kLoopsApart = true;  // a branch in one would take up to 7 % of the time
     // Windows, soft caps and large tiles of three warpgroups leave no registers for this.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && (kConsumers < 3 || kBlockN < 2 * kWgmmaM);

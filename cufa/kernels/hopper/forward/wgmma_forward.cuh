@@ -16,6 +16,9 @@ using Turns = ProductTurns<kConsumers, kFirstTurn>;
 //                                      when the products have begun
 //   kRaisesLate                        whether maxima are raised once weights are too large; if
 //                                      not, larger scores are looked for before there are weights
+//   kLoopsApart                        whether tiles that a mask may cut have loops of their own.
+//                                      They must if kRaisesLate: a row may see no key of them, and
+//                                      then has no maximum
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima
 //                                      need not be raised
 //   kHalvesFirst                       whether a warpgroup omits the upper half of a first tile of
@@ -110,14 +113,19 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
         --tile;
-        if constexpr (kRangeMask) {  // or only the first tile may be cut
-            for (; tile >= max(keys.whole_end, keys.begin); --tile)
-                attend<true>(o, softmax, p, work, tile, last());
-        }
-        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
-            attend<false>(o, softmax, p, work, tile, last());
-        if constexpr (kWindow) {
-            for (; tile >= keys.begin; --tile) attend<true>(o, softmax, p, work, tile, last());
+        if constexpr (Self::kLoopsApart) {
+            if constexpr (kRangeMask) {  // or only the first tile may be cut
+                for (; tile >= max(keys.whole_end, keys.begin); --tile)
+                    attend<true>(o, softmax, p, work, tile, last());
+            }
+            for (; tile >= max(keys.whole_begin, keys.begin); --tile)
+                attend<false>(o, softmax, p, work, tile, last());
+            if constexpr (kWindow) {
+                for (; tile >= keys.begin; --tile) attend<true>(o, softmax, p, work, tile, last());
+            }
+        } else {
+            for (; tile >= keys.begin; --tile)
+                attend<kRangeMask>(o, softmax, p, work, tile, last(), !keys.is_whole(tile));
         }
         q_at.advance();
         return softmax;

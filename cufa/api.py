@@ -129,14 +129,15 @@ def attention(
     function is traced in every call, which takes a fraction of a millisecond of host time.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 576
             (with gradients 1 to 256). Or float8_e4m3fn (ml_dtypes), which has no gradients and, on a GPU,
-            needs sm_89 or newer, even head dims up to 256, and none of bias, dropout_p, score_mod and
-            mask_mod.
+            needs sm_89 or newer, even head dims, and none of bias, dropout_p, score_mod and mask_mod.
         k: (batch, seqlen_k, kv_heads, head_dim), dtype as q. heads must be a multiple of kv_heads; query
             head h reads KV head h // (heads // kv_heads). With q in bfloat16 or float16, k and v may both
             be float8_e4m3fn: a key-value cache in half the memory, for few queries.
-        v: (batch, seqlen_k, kv_heads, value_dim), dtype as k; value_dim 1 to 512. If q, k and v are all
+        v: (batch, seqlen_k, kv_heads, value_dim), dtype as k; value_dim 1 to 512. It may be a view of the
+            first columns of k, as in multi-head latent attention (DeepSeek-AI 2024, section 2.1) with
+            absorbed projections; for few queries, the GPU then reads them once. If q, k and v are all
             float8_e4m3fn and there are many queries, a Hopper GPU is fastest with v stored transposed: a
             view of a (batch, kv_heads, value_dim, seqlen_k) array in which keys are adjacent and the other
             strides are multiples of 16, with head dims that are multiples of 16 and a multiple of 4 keys,
@@ -591,6 +592,7 @@ def plan(
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
     problem = known_of(direction, described, asked).problem
     _scale_of(problem, softmax_scale, values)
+    problem = replace(problem, values_in_keys=arrays.values_in_keys(k, v))
     return _plan_of(problem, target(arch, for_plan_only=True), kernel, tiles)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from cufa import device, tensor_layout
 from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
-from cufa.tensor_layout import InPlace, Region, check_apart
+from cufa.tensor_layout import InPlace, Region, check_apart, lie_in_keys
 
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
@@ -171,6 +171,14 @@ def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[st
         name: Region(address, shape, strides, dtype.itemsize)
         for (name, shape, strides, dtype), address in zip(described, addresses, strict=False)
     }
+
+
+def values_in_keys(k: Any, v: Any) -> bool:
+    """`lie_in_keys` of arrays; False if one is not of NumPy or CuPy, such as a description for a plan."""
+    if not all(isinstance(array, (np.ndarray, _cupy_ndarray())) for array in (k, v)):
+        return False
+    keys, values = (Region(address(array), array.shape, array.strides, array.itemsize) for array in (k, v))
+    return lie_in_keys(keys, values)
 
 
 def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:

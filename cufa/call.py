@@ -40,6 +40,7 @@ from cufa.tensor_layout import (
     contiguous_strides,
     is_contiguous,
     layout_of,
+    lie_in_keys,
     lies_in_boxes,
     lies_transposed,
     transposed,
@@ -337,7 +338,8 @@ def _at_addresses(
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
     bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
     bias_boxes = _bias_lies_in_boxes(known, bias_at)
-    run, pack = _executable(known, layout, align_bytes, bias_boxes, chosen, device_id)
+    in_keys = not {"k", "v"} & set(known.copied) and lie_in_keys(given["k"], given["v"])
+    run, pack = _executable(known, layout, align_bytes, in_keys, bias_boxes, chosen, device_id)
     return run, pack, (*names, "bias") if bias_boxes else names
 
 
@@ -348,11 +350,21 @@ def _bias_lies_in_boxes(known: Known, address: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    known: Known, layout: Layout, align_bytes: int, bias_boxes: bool, chosen: Chosen, device_id: int
+    known: Known,
+    layout: Layout,
+    align_bytes: int,
+    in_keys: bool,
+    bias_boxes: bool,
+    chosen: Chosen,
+    device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
     placed = replace(
-        known.problem, align_bytes=align_bytes, ascending=layout.ascending, bias_boxes=bias_boxes
+        known.problem,
+        align_bytes=align_bytes,
+        ascending=layout.ascending,
+        values_in_keys=in_keys,
+        bias_boxes=bias_boxes,
     )
     executable = _loaded(placed, chosen, device_id)
     bias = Region(0, *known.side["bias"]) if bias_boxes else None

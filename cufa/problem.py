@@ -21,7 +21,8 @@ from cufa.traced.header import Written
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
-MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
+MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 576, "backward": 256}
+MAX_VALUE_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
 # The widest access of a kernel in bytes; a larger alignment gains nothing.
 MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; their products are 64-bit.
@@ -201,6 +202,7 @@ class Problem:
     `align_bytes` is a power of two that divides every address and every stride in bytes; kernels load that
     much at once. `ascending` says that no stride is negative, as the copy engine requires. With
     `transposed_values`, keys of V are adjacent in memory; kernels see (batch, value_dim, kv_heads, seqlen_k).
+    With `values_in_keys`, rows of V are the beginnings of those of K, in the same memory.
     With `bias_boxes`, the copy engine can bring boxes of the bias, which then has 16-bit elements.
     `max_seqlen_q` is the most queries of a packed sequence, as the caller says; only speed depends on it.
     """
@@ -220,6 +222,7 @@ class Problem:
     ascending: bool = True
     out_dtype: str | None = None
     transposed_values: bool = False
+    values_in_keys: bool = False
     bias_boxes: bool = False
     kv_dtype: str | None = None
     max_seqlen_q: int | None = None

@@ -106,6 +106,12 @@ def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
     return all(stride > 0 and stride % MAX_ALIGN_BYTES == 0 for stride in others)
 
 
+def lie_in_keys(keys: Region, values: Region) -> bool:
+    """Whether rows of V are the beginnings of those of K, as in a cache of multi-head latent attention."""
+    same = keys.address == values.address and keys.strides == values.strides
+    return same and values.shape[-1] <= keys.shape[-1]
+
+
 def transposed(storage: Storage, axes: Axes) -> Storage:
     """The same memory with the axes of rows and columns swapped."""
     row_axis = axes[1]

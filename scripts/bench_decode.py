@@ -9,6 +9,7 @@ in the time of the next call.
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,7 +45,12 @@ SHAPES = (
     *((1, 8, 1, keys, 128) for keys in (4096, 131072)),
     *((batch, 32, 8, keys, 64) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
     *((batch, 16, 4, keys, 256) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
+    *((batch, 16, 2, keys, 512) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
+    *((batch, heads, 1, 8192, 576) for batch, heads in ((1, 16), (32, 16), (128, 16), (1, 128), (32, 128))),
 )
+# Multi-head latent attention (DeepSeek-AI 2024) with its projections absorbed: values of so many head dims
+# are the beginnings of keys of this many.
+LATENT_DIMS = {576: 512}
 
 Shape = tuple[int, int, int, int, int]
 
@@ -65,7 +71,15 @@ def calls_of(
     """A call of each library, of cufa's kernels by their names and of those tiles."""
     batch, heads, kv_heads, keys, dim = shape
     q = torch.randn((batch, queries, heads, dim), dtype=torch.bfloat16, device="cuda")
-    k, v = (torch.randn((batch, keys, kv_heads, dim), dtype=q.dtype, device="cuda") for _ in range(2))
+    cache = torch.randn((batch, keys, kv_heads, dim), dtype=q.dtype, device="cuda")
+    values = None if dim in LATENT_DIMS else torch.randn_like(cache)
+
+    def keys_and_values(change: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
+        """K and V, their memory changed."""
+        changed = change(cache)
+        return changed, changed[..., : LATENT_DIMS[dim]] if values is None else change(values)
+
+    k, v = keys_and_values(lambda tensor: tensor)
     attend = partial(cufa.attention, *map(cupy.from_dlpack, (q, k, v)))
     calls: dict[str, Call] = {"cufa": attend}
     for kernel in kernels:
@@ -75,14 +89,14 @@ def calls_of(
         calls[name] = partial(attend, kernel="fwd_8_split_kv", tiles=sizes)
     for page_size in PAGE_SIZES:
         table = torch.randperm(batch * keys // page_size, device="cuda").reshape(batch, -1)
-        paged = (in_pages(x, table, page_size) for x in (k, v))
+        paged = keys_and_values(partial(in_pages, table=table, page_size=page_size))
         arrays = map(cupy.from_dlpack, (q, *paged))
         calls[f"in pages of {page_size}"] = partial(
             cufa.attention, *arrays, block_table=cupy.from_dlpack(table.to(torch.int32))
         )
-    in_8_bits = [read(x.to(torch.float8_e4m3fn)) for x in (q, k, v)]
-    calls[IN_8_BITS] = partial(cufa.attention, *in_8_bits)
-    calls[KEYS_IN_8_BITS] = partial(cufa.attention, cupy.from_dlpack(q), *in_8_bits[1:])
+    in_8_bits = keys_and_values(lambda tensor: read(tensor.to(torch.float8_e4m3fn)))
+    calls[IN_8_BITS] = partial(cufa.attention, read(q.to(torch.float8_e4m3fn)), *in_8_bits)
+    calls[KEYS_IN_8_BITS] = partial(cufa.attention, cupy.from_dlpack(q), *in_8_bits)
     for name in PEERS:
         calls[name] = of_pytorch(BACKENDS[name], q, k, v)
     return calls
@@ -141,8 +155,10 @@ def main(
                 "seqlen_q": count,
                 "seqlen_k": keys,
             }
-            read = 2 * batch * kv_heads * keys * dim * 2
-            points.append(described | {"head_dim": dim, "bytes": read, "seconds": seconds})
+            rows = 1 if dim in LATENT_DIMS else 2  # of K, and of V if it has memory of its own
+            read = rows * batch * kv_heads * keys * dim * 2
+            dims = {"head_dim": dim, "value_dim": LATENT_DIMS.get(dim, dim)}
+            points.append(described | dims | {"bytes": read, "seconds": seconds})
             told = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
             print(f"{count} x {shape}: {told}; cufa {read / seconds['cufa'] / 1e12:.2f} TB/s", flush=True)
             bench_peers.write_record(RECORD, len(points), len(problems), {"points": points})

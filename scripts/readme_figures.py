@@ -485,10 +485,11 @@ def decode(record: Row) -> str:
     lines = []
     for point in points:
         heads = f"{point['heads']}/{point['kv_heads']}"
+        dims = dict.fromkeys((point["head_dim"], point.get("value_dim", point["head_dim"])))
         seconds = point["seconds"]
         lines.append(
             (
-                f"{point['batch']} x {point['seqlen_k']:,}, {heads} heads of {point['head_dim']}",
+                f"{point['batch']} x {point['seqlen_k']:,}, {heads} heads of {'/'.join(map(str, dims))}",
                 duration(seconds["cufa"]),
                 f"{point['bytes'] / seconds['cufa'] / 1e12:.2f}",
                 *(times_as_fast(point, name) for name in (*peers, *in_pages, *in_bytes)),
@@ -506,8 +507,9 @@ def decode(record: Row) -> str:
         for name in in_bytes
     )
     caption = (
-        "One query per head, in bfloat16. TB/s counts the bytes of K and V. The columns after the peers are "
-        "the time of a call relative to contiguous keys in bfloat16. Geometric means: cufa is "
+        "One query per head, in bfloat16. Where heads are of 576/512, values are the first 512 columns of "
+        "keys, as in multi-head latent attention. TB/s counts the bytes of K and V. The columns after the "
+        "peers are the time of a call relative to contiguous keys in bfloat16. Geometric means: cufa is "
         f"{means}.{paged}{halved} Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
         f"{record['torch']}, cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_decode.py` "
         "([decode.json](decode.json))."

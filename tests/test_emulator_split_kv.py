@@ -1,5 +1,7 @@
 """Split keys on the emulator: several parts, few and many tiles, and rows of heads that share keys."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
@@ -16,6 +18,8 @@ KERNEL = "fwd_8_split_kv"
 # Warps that each have tiles of their own, and warps that share them.
 OWN_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
 SHARED_TILES = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 2, "splits": 1}
+# Warps that divide the columns of the output.
+COLUMN_TILES = {"block_m": 16, "block_n": 16, "threads": 128, "stages": 2, "splits": 2, "column_warps": 2}
 # Warps with two 16-row tiles each.
 WIDE_TILES = {"block_m": 128, "block_n": 16, "threads": 128, "stages": 2, "splits": 2}
 HEADS = {**SIZES, "heads": 6, "kv_heads": 2}
@@ -111,6 +115,41 @@ def test_odd_dims(rng):
     """Which are copied element by element, also where rows have more of them than there are threads."""
     sizes = {"heads": 3, "kv_heads": 1, "head_dim": 33, "head_dim_v": 135}
     check(draw_case(rng, "float16", ("window",), seqlen_q=5, seqlen_k=65, **sizes), SHARED_TILES)
+
+
+@pytest.mark.parametrize(
+    ("dims", "tiles"),
+    [
+        ((32, 64), COLUMN_TILES),
+        ((24, 40), COLUMN_TILES | {"block_m": 32}),  # the last warp's columns are padding in part
+        ((16, 33), COLUMN_TILES | {"threads": 256, "column_warps": 4, "splits": 1, "shares": 3}),
+        ((32, 64), COLUMN_TILES | {"block_m": 128, "threads": 256}),
+    ],
+)
+def test_warps_that_divide_columns(rng, dims, tiles):
+    sizes = HEADS | {"head_dim": dims[0], "head_dim_v": dims[1]}
+    for lengths in [(1, 200), (7, 53)]:
+        case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=lengths[0], seqlen_k=lengths[1], **sizes)
+        check(case, tiles)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((512, 512), "float16"), ((576, 512), "bfloat16"), ((300, 272), FLOAT8)]
+)
+def test_wide_heads(rng, dims, dtype):
+    """Of which a warp has not registers for a row; also values that are a part of the keys."""
+    sizes = {"batch": 2, "heads": 20, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = draw_case(rng, dtype, ("causal", "seqused_k"), seqlen_q=2, seqlen_k=90, **sizes)
+    if dtype == FLOAT8:
+        descales = random_descales(rng, 2, 1, DESCALES)
+        problem = case.problem
+        options = {"kernel": KERNEL, "out_dtype": np.float16, **case.emulator_forward, **descales}
+        out, lse = calls.attention(*(problem.q, problem.k, problem.v), **options)
+        assert_float8(out, lse, problem, descales, **case.forward)
+    else:
+        values = case.problem.k[..., : dims[1]]
+        case = replace(case, problem=replace(case.problem, v=values))
+        check(case, None)
 
 
 @pytest.mark.parametrize(

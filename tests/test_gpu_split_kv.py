@@ -1,10 +1,12 @@
 """Split keys on a GPU: as many parts as a plan chooses and others, of few queries and many keys."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
 from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
-from gpu_calls import captured, check_forward, on_gpu, results_of, tensors
+from gpu_calls import captured, check_forward, on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
 import cufa
@@ -23,6 +25,8 @@ SHAPES = [
     (7, 1500, 8, 1, 256, 256),
     (40, 999, 6, 3, 40, 72),
     (3, 2000, 64, 2, 192, 128),
+    (1, 3000, 16, 2, 512, 512),
+    (3, 900, 6, 1, 264, 272),
 ]
 FEATURES = [
     (),
@@ -125,6 +129,22 @@ def test_caches_of_many_lengths(cupy, rng, batch):
     first = cufa.attention(q, k, v, **forward)
     for _ in range(50):
         assert (cufa.attention(q, k, v, **forward).view("u2") == first.view("u2")).all()
+
+
+@pytest.mark.parametrize("features", [("causal", "seqused_k"), ("packed", "sink")], ids=str)
+@pytest.mark.parametrize("heads", [16, 40])
+def test_values_that_are_the_beginnings_of_keys(cupy, rng, heads, features):
+    """Views of the same memory, as in multi-head latent attention; in pages, too."""
+    case = draw(rng, (2, 1500, heads, 1, 576, 512), features, "bfloat16")
+    case = replace(case, problem=replace(case.problem, v=case.problem.k[..., :512]))
+    for placed in (case, in_pages(rng, case, 16)):
+        q, k, _, _ = tensors(cupy, placed)
+        v, forward = k[..., :512], on_gpu(cupy, placed.forward)
+        assert ("VALUES_IN_KEYS", True) in cufa.plan(q, k, v, **forward).variant.macros
+        out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(placed))
+        cufa.attention(q, k, v, **forward, out=out, lse=lse)
+        with np.errstate(invalid="ignore"):
+            assert_attention(*written(placed, out, lse), placed.problem, **placed.forward)
 
 
 def on_gpu_in_8_bits(cupy, problem):

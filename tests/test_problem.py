@@ -21,6 +21,7 @@ from cufa.problem import (
     MAX_AXIS,
     MAX_EXTENT,
     MAX_HEAD_DIM,
+    MAX_VALUE_DIM,
     Direction,
     Problem,
     Shape,
@@ -134,12 +135,12 @@ def test_what_is_at_a_limit_is_allowed(shapes: dict[str, Any], layout: str) -> N
             "k has shape (2, 7, 3, 4) and q (2, 5, 6, 8); the head dim (last axis) must be the same",
         ),
         (
-            {"q": (2, 5, 6, 513), "k": (2, 7, 3, 513)},
-            "q has head dim 513 (shape (2, 5, 6, 513)); forward, it may be 1 to 512",
+            {"q": (2, 5, 6, 577), "k": (2, 7, 3, 577)},
+            "q has head dim 577 (shape (2, 5, 6, 577)); forward, it may be 1 to 576",
         ),
         (
             {"q": (2, 5, 6, 0), "k": (2, 7, 3, 0)},
-            "q has head dim 0 (shape (2, 5, 6, 0)); forward, it may be 1 to 512",
+            "q has head dim 0 (shape (2, 5, 6, 0)); forward, it may be 1 to 576",
         ),
         ({"v": (2, 7, 3, 513)}, "v has head dim 513 (shape (2, 7, 3, 513)); forward, it may be 1 to 512"),
         ({"v": (2, 7, 3, 0)}, "v has head dim 0 (shape (2, 7, 3, 0)); forward, it may be 1 to 512"),
@@ -403,6 +404,7 @@ def test_gradients_have_a_limit_of_their_own() -> None:
 
 
 def test_limits_are_what_the_documentation_says() -> None:
-    assert MAX_HEAD_DIM == {"forward": 512, "backward": 256}
+    assert MAX_HEAD_DIM == {"forward": 576, "backward": 256}
+    assert MAX_VALUE_DIM == {"forward": 512, "backward": 256}
     assert MAX_EXTENT == 2**31 - 1
     assert tuple(problem_module.DTYPES) == DTYPES

@@ -7,7 +7,8 @@ import pytest
 from cufa import jit
 from cufa.device import Device
 from cufa.plan import make_plan
-from cufa.problem import Features, Problem
+from cufa.plan.split_kv import price
+from cufa.problem import FLOAT8, Features, Problem
 
 KERNEL = "fwd_8_split_kv"
 H200 = Device.of("sm_90a")
@@ -77,7 +78,7 @@ def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, querie
 
 @pytest.mark.parametrize(
     "other",
-    [{"dtype": "float32"}, {"features": Features(dropout=True)}, {"head_dim": 264, "value_dim": 264}],
+    [{"dtype": "float32"}, {"features": Features(dropout=True)}, {"dtype": "float64"}],
     ids=str,
 )
 def test_what_it_does_not_support_goes_elsewhere(other):
@@ -172,6 +173,8 @@ def test_how_many_parts_there_are_is_not_compiled():
         ({"threads": 512}, "a block may have up to 8 teams, not 16"),
         ({"splits": 0}, "splits is 0; sizes must be positive"),
         ({"splits": 2, "shares": 2}, "splits and shares cannot both be over 1"),
+        ({"column_warps": 5}, "column_warps may be 1 to 4"),
+        ({"column_warps": 3}, "block_m must be 16 rows per 3 warps of a team, and teams must have"),
     ],
     ids=str,
 )
@@ -192,3 +195,36 @@ def test_it_does_not_spill(arch, head_dim):
     problem = replace(DECODING, head_dim=head_dim, value_dim=head_dim, causal=True, features=features)
     for parts in ({"splits": 2}, {"shares": 2}):
         assert jit.build(plan_of(problem, arch, **parts).variant).warnings == ()
+
+
+# The heads of Gemma's and of multi-head latent attention.
+WIDE = [
+    replace(DECODING, heads=16, kv_heads=2, head_dim=512, value_dim=512),
+    replace(DECODING, heads=16, kv_heads=1, head_dim=576, value_dim=512),
+    replace(DECODING, heads=128, kv_heads=1, head_dim=576, value_dim=512, values_in_keys=True),
+    replace(DECODING, heads=40, kv_heads=1, head_dim=300, value_dim=272, kv_dtype=FLOAT8),
+]
+
+
+@pytest.mark.parametrize("problem", WIDE, ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+def test_warps_divide_wide_heads(arch, problem):
+    """In tiles for which there is room, also where an SM has little shared memory."""
+    if problem.kv_dtype == FLOAT8 and arch == "sm_80":
+        problem = replace(problem, kv_dtype=None)
+    for parts in ({}, {"splits": 1, "shares": 2}):
+        plan = plan_of(problem, arch, **parts)
+        assert plan.tiles["column_warps"] == 2
+        assert jit.build(plan.variant).warnings == ()
+    assert make_plan(problem, Device.of(arch)).kernel == KERNEL
+
+
+def test_values_that_are_the_beginnings_of_keys_are_copied_once():
+    apart, together = (replace(WIDE[1], values_in_keys=in_keys) for in_keys in (False, True))
+    tiles = {"block_n": 16, "threads": 128, "stages": 2}
+    ((bytes_apart, *_), (bytes_together, *_)) = (
+        [launch.smem_bytes for launch in plan_of(problem, **tiles).launches] for problem in (apart, together)
+    )
+    teams, keys = 2, 16
+    assert bytes_apart - bytes_together == 2 * teams * keys * 512 * 2
+    assert price(together, H200) < price(apart, H200)

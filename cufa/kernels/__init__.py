@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from cufa.device import Device
 from cufa.messages import counted, shown
-from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem, one_of
+from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, MAX_VALUE_DIM, Direction, Problem, one_of
 from cufa.rounding import ceil_div
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
@@ -59,7 +59,7 @@ class Kernel:
     tensor_cores: bool = False
     min_head_dim: int = 1
     max_head_dim: int = MAX_HEAD_DIM["backward"]
-    max_value_dim: int = MAX_HEAD_DIM["forward"]
+    max_value_dim: int = MAX_VALUE_DIM["forward"]
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
     min_align_bytes: int = 1
@@ -396,6 +396,7 @@ _LADDER = (
         memory="O(N)",
         dtypes=("float16", "bfloat16", FLOAT8),
         min_capability=(8, 0),
+        max_head_dim=MAX_HEAD_DIM["forward"],
         tensor_cores=True,
         min_align_bytes=2,
         mixes_dtypes=True,

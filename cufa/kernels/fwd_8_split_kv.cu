@@ -7,6 +7,9 @@
 // teams are merged in shared memory, those of blocks by a second launch. If lengths may differ, the
 // keys of all sequences together are divided evenly among blocks (key_shares.cuh). Sequences of
 // more than kMostQueries queries are left to fwd_6_wgmma, which then runs beside this kernel.
+// Of wide heads, several warps share rows: each computes their scores from a part of the head dims,
+// adds up the parts of all, and has a part of the output's columns. Where rows of V are the
+// beginnings of those of K (multi-head latent attention: DeepSeek-AI 2024), only K is copied.
 //
 // Launches: fwd_8_split_kv; merge_splits, if blocks split the keys of a tile. It may begin while
 // the launch before it ends.
@@ -18,7 +21,8 @@
 //          K and V
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several of
 //          these in turn; team: every kTeams-th tile of BLOCK_N of those keys; warp: WARP_ROWS rows
-// Shared   Q tile; for each team STAGES tiles of K and V, later replaced by its results
+//          and, with COLUMN_WARPS, a part of the output's columns
+// Shared   Q tile and, for each team, STAGES tiles of K and V; later replaced by results of teams
 // Global   workspace: partial rows (row_parts.cuh), of each row for all blocks that split its keys
 //          or, with EVEN_SHARES, of each block for the tile that it ends and the one that it begins
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
@@ -30,16 +34,19 @@
 #include "mma/fwd_8_splits.cuh"
 
 // Processes one tile of keys, whose copies have arrived.
-__device__ inline void attend(Output& out, const Smem& smem, Stage& stage, const WarpRows& rows,
+__device__ inline void attend(Output& out, Smem& smem, Stage& stage, const WarpRows& rows,
                               const SeenScores& seen, const KeyTiles<kBlockN>& keys,
                               int first_key) {
     const bool masked = keys.masked(first_key);
     Scores s = {};
-    add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), stage.k);
+    const int first_dim = column_warp() * kOwnDepth;
+    add_product_nt<kTiles, kBlockN>(s, smem.inputs.q, warp_row(), stage.k, 0, first_dim,
+                                    first_dim + kOwnDepth);
+    smem.add_up(s);
     apply(s, rows, seen, first_key, masked);
     out.exponentiate(s);
     if (kCutTiles && masked) take_out_nonfinite(out, stage, rows, first_key);
-    add_product_pn<kTiles, kBlockN, kPartCols>(out.o, s, stage.v);
+    add_product_pn<kTiles, kBlockN, kOwnCols>(out.o, s, stage.v(), column_warp() * kOwnCols);
 }
 
 // Attends to a range of tiles. Then each warp calls `finish(row, merged)` with the results of some
@@ -54,9 +61,9 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     const TileRange tiles = range_of(keys);
     const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
                         work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
-    Stage* const stages = smem.stages[team()];
+    Stage* const stages = smem.inputs.stages[team()];
 
-    clear_padding<kThreads, kHeadDim>(smem.q);
+    clear_padding<kThreads, kHeadDim>(smem.inputs.q);
     int tile = tiles.begin + team(), ahead = tile;
     // Busy memory takes more than a round to answer.
     TilePages<kBlockN> pages[kStages + 1];
@@ -64,7 +71,8 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
         clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
-        clear_padding<kTeamThreads, kValueDim>(stages[stage].v, team_thread());
+        if constexpr (!kValuesInKeys)
+            clear_padding<kTeamThreads, kValueDim>(stages[stage].v(), team_thread());
         if (stage == kStages - 1) continue;  // the loop begins with its copy
         source.copy(stages[stage], ahead, tiles.end, pages[stage]);
         if (stage == 0) copy_queries(smem, params, work);
@@ -73,7 +81,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     }
     ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
-    smem.make<kThreads>(smem.q);
+    smem.make<kThreads>(smem.inputs.q);
     if constexpr (kMixed) rows.take_units(smem);
 
     Output out = {};
@@ -92,7 +100,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
         attend(out, smem, stages[stage], rows, seen, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }
-    if constexpr (kDescaled) scale<kTiles, kPartCols>(out.o, work.scales(params).output);
+    if constexpr (kDescaled) scale<kTiles, kOwnCols>(out.o, work.scales(params).output);
     __syncthreads();  // nobody reads tiles any more
     out.store(smem.parts[team()]);
     __syncthreads();

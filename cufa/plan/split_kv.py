@@ -25,6 +25,10 @@ from cufa.rounding import ceil_div, round_up
 # Rows of a block; with more rows, K and V are read again. Above the first number, each warp has twice as many
 # rows, so that each load of K and V serves both its 16-row tiles.
 BLOCK_M, MAX_BLOCK_M = 64, 128
+FEW_ROWS = 16, 32
+# Of the output, by the registers of a warp; and how many warps may divide them.
+MAX_COLUMNS_OF_WARP = 256
+MAX_COLUMN_WARPS = 4
 MIN_STAGES, MAX_STAGES = 2, 4
 # Each team has one of the 16 barriers.
 MAX_TEAMS = 8
@@ -78,8 +82,9 @@ class Tiles:
     """The sizes that the kernel is compiled for, and how blocks divide the keys.
 
     Each tile's keys are split into `splits` parts. If `shares` is more than one, the keys of all tiles are
-    instead shared out evenly among that many blocks. A team has a warp for every 16 rows of `block_m`, or
-    for every 32 if there are many, and `stages` tiles of `block_n` keys.
+    instead shared out evenly among that many blocks. A team has `column_warps` warps, which divide the
+    columns of the output, for every 16 rows of `block_m`, or for every 32 if there are many, and `stages`
+    tiles of `block_n` keys.
     """
 
     block_m: int
@@ -88,6 +93,7 @@ class Tiles:
     stages: int
     splits: int = 1
     shares: int = 1
+    column_warps: int = 1
     depth: ClassVar[int] = HALF.depth
 
     @property
@@ -98,13 +104,18 @@ class Tiles:
     @property
     def teams(self) -> int:
         """Teams of a block."""
-        return self.threads // WARP_SIZE * self.warp_rows // self.block_m
+        return self.threads // WARP_SIZE * self.warp_rows // (self.block_m * self.column_warps)
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         rows = self.warp_rows
-        if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows):
-            return f"block_m must be {rows} rows per warp of a team, and teams must have equally many warps"
+        if not 1 <= self.column_warps <= MAX_COLUMN_WARPS:
+            return f"column_warps may be 1 to {MAX_COLUMN_WARPS}"
+        if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows * self.column_warps):
+            warps = counted(self.column_warps, "warp")
+            return (
+                f"block_m must be {rows} rows per {warps} of a team, and teams must have equally many warps"
+            )
         if self.teams > MAX_TEAMS:
             return f"a block may have up to {MAX_TEAMS} teams, not {self.teams}"
         if self.block_n % self.depth:
@@ -116,7 +127,8 @@ class Tiles:
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} with {self.threads} threads, stages {self.stages}"
+        columns = f", column_warps {self.column_warps}" if self.column_warps > 1 else ""
+        return f"{self.block_m}x{self.block_n} with {self.threads} threads, stages {self.stages}{columns}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
     """
     best = _fastest(typical, device)
     if on_half:
-        best = _best_tiles(typical.kind, device, best.block_m, 2 * THREADS)
+        best = _best_tiles(typical.kind, device, best.block_m, 2)
     chosen = _chosen(problem, device, best)
     # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
     parted = replace(_parted(typical, chosen, device), splits=1)
@@ -183,7 +195,7 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
     sizes = chosen.tiles
     row_blocks = _row_blocks(problem, sizes.block_m)
     shared, split = sizes.shares > 1, sizes.splits > 1
-    part_bytes = _part_bytes(problem)
+    part_bytes = _part_bytes(problem, sizes)
     merge_bytes = MERGE_THREADS // WARP_SIZE * part_bytes
     grid = sizes.shares if shared else row_blocks * sizes.splits
     launches = [Launch("fwd_8_split_kv", grid, sizes.threads, chosen.cost.smem_bytes)]
@@ -271,7 +283,8 @@ def _row_blocks(problem: Problem, block_m: int) -> int:
 
 def _key_bytes(problem: Problem) -> int:
     """Bytes of K and V per key."""
-    return (problem.head_dim + problem.value_dim) * problem.key_itemsize
+    of_values = 0 if problem.values_in_keys else problem.value_dim
+    return (problem.head_dim + of_values) * problem.key_itemsize
 
 
 def _visible_keys(problem: Problem) -> int:
@@ -287,14 +300,13 @@ def _visible_keys(problem: Problem) -> int:
 def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles for all rows; if there are many, for the most rows that warps of either kind may have."""
     rows, kind = _rows_of_sequence(problem), problem.kind
-    few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
+    best = _most_rows(kind, device, next((m for m in FEW_ROWS if m >= rows), BLOCK_M))
     wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
     fits = wide is not None and _cost(kind, wide).registers <= MAX_REGISTERS_PER_THREAD
-    best = _best_tiles(kind, device, few)
     more_warps = _in_several_pages(problem, best)
     return [
         best,
-        *((_best_tiles(kind, device, few, 2 * THREADS),) if more_warps else ()),
+        *((_best_tiles(kind, device, best.block_m, 2),) if more_warps else ()),
         *((wide,) if wide and fits else ()),
     ]
 
@@ -306,17 +318,35 @@ def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
 
 
 @functools.lru_cache
-def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
+def _most_rows(kind: Problem, device: Device, most: int) -> Tiles:
+    """The tiles of so many rows, or of as many as shared memory has room for."""
+    sizes = [rows for rows in (BLOCK_M, *reversed(FEW_ROWS)) if rows <= most]
+    found = (_best_tiles(kind, device, rows) for rows in sizes)
+    fitting = (tiles for tiles in found if _fits(kind, device, tiles))
+    return next(fitting, _best_tiles(kind, device, sizes[-1]))
+
+
+def _fits(kind: Problem, device: Device, tiles: Tiles) -> bool:
+    return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes) > 0
+
+
+@functools.lru_cache
+def _best_tiles(kind: Problem, device: Device, block_m: int, times_threads: int = 1) -> Tiles:
     """The largest tiles that fit, with as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of the same number of bytes for every team size.
     form = ByteTiles if kind.key_dtype == FLOAT8 else Tiles
+    column_warps = ceil_div(kind.value_dim, MAX_COLUMNS_OF_WARP)
+    most_threads = THREADS * column_warps * times_threads
     keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
     most_keys = max(keys, form.depth)
+    # Warps that add up scores meet once more for each tile, so that larger ones are worth more.
+    quarters = (4, 3, 2, 1) if column_warps > 1 else (4, 2, 1)
     smallest = [
         tiles
-        for threads in (most_threads, most_threads // 2)
-        for block_n in (most_keys, most_keys // 2, most_keys // 4)
-        if (tiles := form(block_m, block_n, threads, MIN_STAGES)).misfit() is None and tiles.teams
+        for threads in (most_threads, most_threads // 2, most_threads // 4)
+        for block_n in (most_keys * count // 4 for count in quarters)
+        if (tiles := form(block_m, block_n, threads, MIN_STAGES, column_warps=column_warps)).misfit() is None
+        and tiles.teams
     ]
 
     def blocks(tiles: Tiles) -> int:
@@ -341,15 +371,16 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     row_blocks = _row_blocks(problem, tiles.block_m)
     blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
     bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
-    more_warps = tiles.threads > THREADS
+    more_warps = tiles.threads > THREADS * tiles.column_warps
     if not more_warps and _in_several_pages(problem, tiles):
         bytes_of_row_block = round(SEVERAL_PAGES * bytes_of_row_block)
     start = START_BYTES[tiles.warp_rows] * (2 if more_warps else 1)
-    parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
+    parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem, tiles) / device.sm_count
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
     of_sm = row_blocks * bytes_of_row_block / device.sm_count
     rows = ROWS_FOR_BANDWIDTH[problem.key_itemsize][tiles.warp_rows]
-    of_scores = 1 + SCORE_BYTES / _key_bytes(problem)
+    products = (problem.head_dim + problem.value_dim) * problem.key_itemsize + SCORE_BYTES
+    of_products = products / _key_bytes(problem)
     rounds = max(1, ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams))
 
     def waves_of(splits: int) -> int:
@@ -367,7 +398,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
         block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
-        multiply = block_times * of_block * of_scores * tiles.block_m / rows
+        multiply = block_times * of_block * of_products * tiles.block_m / rows
         return waves * start + max(read, multiply) + merge_of(splits)
 
     best = time(1), 1
@@ -390,9 +421,19 @@ def _may_overlap(device: Device) -> bool:
     return device.arch.capability >= FIRST_OVERLAPPING
 
 
-def _part_bytes(problem: Problem) -> int:
+def _columns(problem: Problem, tiles: Tiles) -> int:
+    """The columns of the output, padded so that warps can divide them."""
+    return round_up(problem.value_dim, 2 * MMA_N * tiles.column_warps)
+
+
+def _depth(problem: Problem, tiles: Tiles) -> int:
+    """The head dims of Q and K, padded so that warps can divide them."""
+    return round_up(problem.head_dim, arithmetic_of(problem).depth * tiles.column_warps)
+
+
+def _part_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of row_parts.cuh's RowPart."""
-    sums = round_up(problem.value_dim, 2 * MMA_N) * problem.accumulator.itemsize
+    sums = _columns(problem, tiles) * problem.accumulator.itemsize
     return round_up(sums + 2 * problem.accumulator.itemsize, PART_ALIGNMENT)
 
 
@@ -404,6 +445,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
         ("OUT_SCALAR", problem.output.name),
         *((name.upper(), size) for name, size in sizes.items()),
         ("WARP_ROWS", chosen.tiles.warp_rows),
+        ("VALUES_IN_KEYS", problem.values_in_keys),
         ("SPLIT_KEYS", splits > 1),
         ("EVEN_SHARES", shares > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
@@ -421,26 +463,31 @@ def _has_next(problem: Problem, tiles: Tiles) -> bool:
     return max(tiles.splits, tiles.shares) > 1 or problem.features.most_queries > 0
 
 
-def _query_bytes(problem: Problem, rows: int) -> int:
-    """The size of the queries in shared memory, with half_queries.cuh's HalfQueries."""
-    arithmetic = arithmetic_of(problem)
+def _query_bytes(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """The sizes of the queries in shared memory and of half_queries.cuh's HalfQueries."""
+    rows, depth = tiles.block_m, _depth(problem, tiles)
     if problem.kv_dtype is None:
-        return arithmetic.tile_bytes(rows, problem.head_dim)
+        return arithmetic_of(problem).tile_bytes(rows, depth), 0
     units = round_up(rows * problem.accumulator.itemsize, LINE_BYTES)
-    return units + HALF.tile_bytes(rows, round_up(problem.head_dim, arithmetic.depth))
+    return HALF.tile_bytes(rows, depth), units
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     arithmetic = arithmetic_of(problem)
-    stage_bytes = arithmetic.tile_bytes(tiles.block_n, problem.head_dim) + arithmetic.tile_bytes(
-        tiles.block_n, problem.value_dim
-    )
-    smem_bytes = _query_bytes(problem, tiles.block_m) + round_up(
-        tiles.teams * max(tiles.stages * stage_bytes, tiles.block_m * _part_bytes(problem)),
-        LINE_BYTES,
-    )
-    depth, columns = round_up(problem.head_dim, arithmetic.depth), round_up(problem.value_dim, 2 * MMA_N)
-    sums = (tiles.block_n + columns) * tiles.warp_rows // WARP_SIZE
+    depth, columns = _depth(problem, tiles), _columns(problem, tiles)
+    stage_bytes = arithmetic.tile_bytes(tiles.block_n, depth)
+    if not problem.values_in_keys:
+        stage_bytes += arithmetic.tile_bytes(tiles.block_n, columns)
+    query_bytes, unit_bytes = _query_bytes(problem, tiles)
+    score_bytes = 0
+    if tiles.column_warps > 1:
+        score_bytes = (
+            tiles.teams * tiles.column_warps * tiles.block_m * tiles.block_n * problem.accumulator.itemsize
+        )
+    results = tiles.teams * tiles.block_m * _part_bytes(problem, tiles)
+    inputs = query_bytes + tiles.teams * tiles.stages * stage_bytes
+    smem_bytes = unit_bytes + score_bytes + round_up(max(inputs, results), LINE_BYTES)
+    sums = (tiles.block_n + columns // tiles.column_warps) * tiles.warp_rows // WARP_SIZE
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
     overhead = BYTE_OVERHEAD_REGISTERS if arithmetic is BYTE else OVERHEAD_REGISTERS
     return Cost(smem_bytes, arithmetic.registers(sums) + overhead, work)

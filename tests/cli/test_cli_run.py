@@ -280,7 +280,8 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--head-dim", 513), "head dim 513"),
+        (("--head-dim", 577), "head dim 577"),
+        (("--value-dim", 513), "head dim 513"),
         (("--heads", 5, "--kv-heads", 2), "must be a multiple of the key-value heads"),
         (("--softmax-scale", "inf"), "'--softmax-scale': inf is not finite"),
         (("--softmax-scale", ""), "'' is not a valid number"),

@@ -54,7 +54,7 @@ from cufa.plan.companions import (
 from cufa.problem import LAYOUTS, Direction, four_axes, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
-from cufa.tensor_layout import Region, lies_in_boxes, lies_transposed
+from cufa.tensor_layout import Region, lie_in_keys, lies_in_boxes, lies_transposed
 
 from . import KERNELS, EmulatorError, Module, extent
 
@@ -447,7 +447,10 @@ def _plan(
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *problem.row_bytes)
     in_boxes = "bias" in arrays and lies_in_boxes(_region(arrays["bias"]))
     ascending = min(strides, default=0) >= 0
-    placed = replace(problem, align_bytes=align_bytes, ascending=ascending, bias_boxes=in_boxes)
+    in_keys = lie_in_keys(_region(arrays["k"]), _region(arrays["v"]))
+    placed = replace(
+        problem, align_bytes=align_bytes, ascending=ascending, values_in_keys=in_keys, bias_boxes=in_boxes
+    )
     return make_plan(placed, device, kernel, tiles)
 
 

@@ -14,7 +14,7 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         const auto q = work.sequence.queries<const scalar_t>(params.q, work.head(row));
         const bool inside = row < work.rows();
-        ptx::copy_async<kChunk * sizeof(scalar_t)>(smem.q.at(row, col),
+        ptx::copy_async<kChunk * sizeof(scalar_t)>(smem.inputs.q.at(row, col),
                                                    q.row(work.query(row)) + col, inside);
     }
 }
@@ -40,7 +40,8 @@ struct Source {
         if (tile >= end_tile) return;
         copy_keys<kTeamThreads, kHeadDim>(stage.k, k, pages, tile * kBlockN, end_key,
                                           team_thread());
-        copy_keys<kTeamThreads, kValueDim>(stage.v, v, pages, tile * kBlockN, end_key,
-                                           team_thread());
+        if constexpr (!kValuesInKeys)
+            copy_keys<kTeamThreads, kValueDim>(stage.v(), v, pages, tile * kBlockN, end_key,
+                                               team_thread());
     }
 };

@@ -4,8 +4,8 @@
 #include "mma/fwd_8_rows.cuh"
 
 constexpr int kMergeThreads = MERGE_THREADS;
-constexpr int kMergeBlocks = MERGE_BLOCKS;  // for each share
-constexpr int kMergeBlocksOfSm = 3;         // with more, the compiler would spill
+constexpr int kMergeBlocks = MERGE_BLOCKS;                        // for each share
+constexpr int kMergeBlocksOfSm = MergedRow::kChunks > 2 ? 2 : 3;  // more would spill
 
 struct MergeSmem {
     RowPart parts[kMergeThreads / 32];

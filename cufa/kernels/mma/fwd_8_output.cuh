@@ -5,15 +5,15 @@
 #include "mma/mma_softmax.cuh"
 
 // A lane's columns of a row's sums come in adjacent runs; where a run begins.
-constexpr int kRunCols = Operands::kRunCols, kRuns = kPartCols / (4 * kRunCols);
+constexpr int kRunCols = Operands::kRunCols, kRuns = kOwnCols / (4 * kRunCols);
 __device__ inline int run_col(int run) {
-    return (run * 4 + threadIdx.x % 4) * kRunCols;
+    return column_warp() * kOwnCols + (run * 4 + threadIdx.x % 4) * kRunCols;
 }
 
 // The output of a warp for its rows, from the keys that it has processed.
 struct Output {
     OnlineSoftmax softmax[kTiles][2];
-    Accumulators<kTiles, kPartCols> o;
+    Accumulators<kTiles, kOwnCols> o;
 
     // Processes one tile of scores and turns it into P.
     __device__ void exponentiate(Scores& s) {
@@ -50,7 +50,7 @@ struct Output {
             for (int half = 0; half < 2; ++half) {
                 RowPart& part = parts[row_of(m, half)];
                 softmax[m][half].total<4>();
-                if (threadIdx.x % 4 == 0) part.softmax = softmax[m][half];
+                if (threadIdx.x % 4 == 0 && column_warp() == 0) part.softmax = softmax[m][half];
 #pragma unroll
                 for (int run = 0; run < kRuns; ++run) {
                     Pack<acc_t, kRunCols> sums;
@@ -70,7 +70,7 @@ __device__ inline void take_out_nonfinite(Output& out, Stage& stage, const WarpR
                                           int first_key) {
     // Each warp inspects all values, so that all warps of a team take the same branch.
     const unsigned int lane = threadIdx.x % 32;
-    if (!__any_sync(0xffffffffu, finds_nonfinite<32>(stage.v, lane))) return;
+    if (!__any_sync(0xffffffffu, finds_nonfinite<32>(stage.v(), lane))) return;
 
 #pragma unroll 1
     for (int key = 0; key < kBlockN; ++key)
@@ -83,17 +83,17 @@ __device__ inline void take_out_nonfinite(Output& out, Stage& stage, const WarpR
                 for (int run = 0; run < kRuns; ++run)
 #pragma unroll
                     for (int i = 0; i < kRunCols; ++i) {
-                        const key_t value = *stage.v.at(key, run_col(run) + i);
+                        const key_t value = *stage.v().at(key, run_col(run) + i);
                         if (!is_finite(value))
                             Operands::in_run(out.o[m], half, run, i) += to_acc(value);
                     }
             }
     sync_team();  // every warp has seen them
-    constexpr int kChunkCols = decltype(stage.v)::kMatrixCols, kRowChunks = kPartCols / kChunkCols;
+    constexpr int kChunkCols = KeyRows::kMatrixCols, kRowChunks = kPartCols / kChunkCols;
     for (int i = team_thread(); i < kBlockN * kRowChunks; i += kTeamThreads)
 #pragma unroll
         for (int e = 0; e < kChunkCols; ++e) {
-            key_t& value = *stage.v.at(i / kRowChunks, i % kRowChunks * kChunkCols + e);
+            key_t& value = *stage.v().at(i / kRowChunks, i % kRowChunks * kChunkCols + e);
             if (!is_finite(value)) value = key_t{};
         }
     sync_team();

@@ -7,7 +7,9 @@
 #include "mma/mma_products.cuh"
 #include "softmax/online_softmax.cuh"
 
-constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN);
+// Warps that share rows and divide the output's columns. Each computes all scores of its rows.
+constexpr int kColumnWarps = COLUMN_WARPS;
+constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN * kColumnWarps);
 
 struct alignas(16) RowPart {
     acc_t sums[kPartCols];

@@ -34,6 +34,11 @@ def test_a_cache_in_pages_is_attention_over_all_tokens(capsys):
     assert all(0 < difference < 1e-5 for difference in found)
 
 
+def test_a_cache_of_latent_vectors_is_attention_over_all_keys(capsys):
+    (difference,) = differences("latent.py", capsys)
+    assert 0 < difference < 2e-3
+
+
 def test_parts_of_the_tokens_in_a_ring_are_attention_over_all_tokens(capsys):
     found = differences("ring.py", capsys)
     assert len(found) == len(("out", "dq", "dk", "dv"))

@@ -153,6 +153,29 @@ def test_wide_heads(rng, dims, dtype):
 
 
 @pytest.mark.parametrize(
+    ("dims", "tiles"),
+    [
+        ((64, 64), OWN_TILES),
+        ((64, 40), SHARED_TILES),
+        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}),  # rows that are copied element by element
+        ((48, 16), WIDE_TILES),
+        ((40, 24), COLUMN_TILES),
+    ],
+)
+@pytest.mark.parametrize("features", [ALL_MASKS, ("causal", "softcap", "block_table"), ("mask", "sink")])
+def test_values_that_are_the_beginnings_of_keys(rng, dims, tiles, features):
+    """A NaN that some rows see, of a column that values have and of another, and those that no row does."""
+    sizes = HEADS | {"head_dim": dims[0], "head_dim_v": dims[1]}
+    for lengths in [(1, 200), (13, 53)]:
+        case = draw_case(rng, "bfloat16", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **sizes)
+        k = case.problem.k
+        with_views = replace(case, problem=replace(case.problem, v=k[..., : dims[1]]))
+        check(with_views, tiles)
+        k.reshape(-1, dims[0])[:: k.size // dims[0] // 3, [0, -1]] = np.nan
+        check(with_views, tiles)
+
+
+@pytest.mark.parametrize(
     ("dtype", "features", "tiles", "dims"),
     [
         (FLOAT8, ALL_MASKS, OWN_TILES, {}),

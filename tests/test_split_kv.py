@@ -228,3 +228,5 @@ def test_values_that_are_the_beginnings_of_keys_are_copied_once():
     teams, keys = 2, 16
     assert bytes_apart - bytes_together == 2 * teams * keys * 512 * 2
     assert price(together, H200) < price(apart, H200)
+    assert "which alone are read" in plan_of(together).reasons[-1]
+    assert "which alone are read" not in plan_of(apart).reasons[-1]

@@ -214,13 +214,14 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
         how = f"the keys of {of_rows} split into {sizes.splits} parts each: {grid} blocks"
     else:
         how = f"keys not split: {of_rows}"
+    read_once = ("values are the beginnings of keys, which alone are read",) * problem.values_in_keys
     any_rows = row_blocks > 0
     return Decisions(
         tiles=sizes_of(sizes),
         macros=_macros(problem, chosen, merge_bytes, device),
         launches=tuple(launches) if any_rows else (),
         scratch=scratch if any_rows else (),
-        reasons=(*chosen.reasons, f"{how}, for {device.sm_count} SMs"),
+        reasons=(*chosen.reasons, f"{how}, for {device.sm_count} SMs", *read_once),
     )
 
 

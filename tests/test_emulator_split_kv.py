@@ -133,13 +133,23 @@ def test_warps_that_divide_columns(rng, dims, tiles):
         check(case, tiles)
 
 
+# Also values that begin where no line of keys does.
 @pytest.mark.parametrize(
-    ("dims", "dtype"), [((512, 512), "float16"), ((576, 512), "bfloat16"), ((300, 272), FLOAT8)]
+    ("dims", "dtype"),
+    [
+        ((512, 512), "float16"),
+        ((576, 512), "bfloat16"),
+        ((512, 480), "float16"),
+        ((500, 272), "bfloat16"),
+        ((512, 384), FLOAT8),
+        ((300, 272), FLOAT8),
+    ],
 )
 def test_wide_heads(rng, dims, dtype):
     """Of which a warp has not registers for a row; also values that are a part of the keys."""
     sizes = {"batch": 2, "heads": 20, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
     case = draw_case(rng, dtype, ("causal", "seqused_k"), seqlen_q=2, seqlen_k=90, **sizes)
+    case = replace(case, problem=replace(case.problem, v=case.problem.k[..., : dims[1]]))
     if dtype == FLOAT8:
         descales = random_descales(rng, 2, 1, DESCALES)
         problem = case.problem
@@ -147,8 +157,6 @@ def test_wide_heads(rng, dims, dtype):
         out, lse = calls.attention(*(problem.q, problem.k, problem.v), **options)
         assert_float8(out, lse, problem, descales, **case.forward)
     else:
-        values = case.problem.k[..., : dims[1]]
-        case = replace(case, problem=replace(case.problem, v=values))
         check(case, None)
 
 
@@ -160,6 +168,8 @@ def test_wide_heads(rng, dims, dtype):
         ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}),  # rows that are copied element by element
         ((48, 16), WIDE_TILES),
         ((40, 24), COLUMN_TILES),
+        ((128, 96), COLUMN_TILES),
+        ((256, 160), COLUMN_TILES | {"column_warps": 4}),
     ],
 )
 @pytest.mark.parametrize("features", [ALL_MASKS, ("causal", "softcap", "block_table"), ("mask", "sink")])

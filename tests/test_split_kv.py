@@ -1,6 +1,7 @@
 """Plans of the kernel for few queries: who gets it, how many parts its keys have, what it compiles to."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -167,14 +168,14 @@ def test_how_many_parts_there_are_is_not_compiled():
 @pytest.mark.parametrize(
     ("tiles", "message"),
     [
-        ({"block_m": 48}, "block_m must be"),
+        ({"block_m": 40}, "for every 16 rows of block_m, which must be whole"),
         ({"block_n": 24}, "block_n must be a multiple of 16"),
         ({"stages": 1}, "stages may be 2 to 4"),
         ({"threads": 512}, "a block may have up to 8 teams, not 16"),
         ({"splits": 0}, "splits is 0; sizes must be positive"),
         ({"splits": 2, "shares": 2}, "splits and shares cannot both be over 1"),
-        ({"column_warps": 5}, "column_warps may be 1 to 4"),
-        ({"column_warps": 3}, "block_m must be 16 rows per 3 warps of a team, and teams must have"),
+        ({"column_warps": 3}, "column_warps may be 1, 2 or 4"),
+        ({"threads": 64, "column_warps": 4}, r"a team has column_warps \(4\) for every 16 rows of block_m"),
     ],
     ids=str,
 )
@@ -230,3 +231,29 @@ def test_values_that_are_the_beginnings_of_keys_are_copied_once():
     assert price(together, H200) < price(apart, H200)
     assert "which alone are read" in plan_of(together).reasons[-1]
     assert "which alone are read" not in plan_of(apart).reasons[-1]
+
+
+@pytest.mark.parametrize("dims", [(512, 480), (512, 272), (272, 272), (64, 24)], ids=str)
+def test_values_in_swizzled_keys_are_read_if_warps_find_their_columns(dims):
+    head_dim, value_dim = dims
+    problem = replace(WIDE[1], head_dim=head_dim, value_dim=value_dim, values_in_keys=True)
+    lines = head_dim != 512  # or a warp's columns begin within one
+    assert ("VALUES_IN_KEYS", lines) in plan_of(problem).variant.macros
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dims", [(256, 256), (300, 300), (512, 64), (512, 128), (576, 512)], ids=str)
+def test_what_is_chosen_fits(arch, dims):
+    """Whatever the number of rows."""
+    for dtype, kv_dtype, queries, heads in product(
+        ("float16", FLOAT8, "float32"), (None, FLOAT8), (1, 40, 500, 4096), (8, 32)
+    ):
+        if (FLOAT8 in (dtype, kv_dtype) and arch in ("sm_80", "sm_86")) or (kv_dtype and dtype != "float16"):
+            continue
+        sizes = {"head_dim": dims[0], "value_dim": dims[1], "seqlen_q": queries, "heads": heads}
+        for tf32 in (False, True) if dtype == "float32" else (False,):
+            features = Features(tf32=tf32)
+            problem = replace(DECODING, dtype=dtype, kv_dtype=kv_dtype, features=features, **sizes)
+            device = Device.of(arch)
+            launch = make_plan(problem, device).launches[0]
+            assert launch.smem_bytes <= device.smem_per_block

@@ -15,8 +15,8 @@ from cufa.rounding import ceil_div
 # than name.
 _FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0), FLOAT8: (8, 9)}
 _FLOAT64_TENSOR_CORES = frozenset(((8, 0), (9, 0), (10, 0)))
-# Larger tiles of float64 would not fit into shared memory.
-_MAX_FLOAT64_DIM = 256
+# Larger tiles of these would not fit into shared memory.
+_MAX_DIMS = {"float32": 512, "float64": 256}
 # Up to how many queries and keys a sequence is short, how many heads of such ones an SM must have to work on,
 # and up to how many head dims, for blocks that are small to be faster backward than one that is large.
 # Measured on an H200.
@@ -114,8 +114,8 @@ class Kernel:
                 f"{self.name} needs tensor cores for {problem.key_dtype}, which {device.arch} does not have"
             )
         limit = self.max_head_dim
-        if self.tensor_cores and problem.dtype == "float64":
-            limit = min(limit, _MAX_FLOAT64_DIM)
+        if self.tensor_cores:
+            limit = min(limit, _MAX_DIMS.get(problem.dtype, limit))
         dim = max(problem.head_dim, problem.value_dim)
         if dim > limit:
             return f"{self.name} supports head dims up to {limit}, and this is {dim}"

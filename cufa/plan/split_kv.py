@@ -19,7 +19,7 @@ from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
-from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
+from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape, one_of
 from cufa.rounding import ceil_div, round_up
 
 # Rows of a block; with more rows, K and V are read again. Above the first number, each warp has twice as many
@@ -28,7 +28,7 @@ BLOCK_M, MAX_BLOCK_M = 64, 128
 FEW_ROWS = 16, 32
 # Of the output, by the registers of a warp; and how many warps may divide them.
 MAX_COLUMNS_OF_WARP = 256
-MAX_COLUMN_WARPS = 4
+COLUMN_WARPS = 1, 2, 4
 MIN_STAGES, MAX_STAGES = 2, 4
 # Each team has one of the 16 barriers.
 MAX_TEAMS = 8
@@ -83,8 +83,8 @@ class Tiles:
 
     Each tile's keys are split into `splits` parts. If `shares` is more than one, the keys of all tiles are
     instead shared out evenly among that many blocks. A team has `column_warps` warps, which divide the
-    columns of the output, for every 16 rows of `block_m`, or for every 32 if there are many, and `stages`
-    tiles of `block_n` keys.
+    columns of the output and the head dims of the scores, for every 16 rows of `block_m`, or for every 32 if
+    there are many, and `stages` tiles of `block_n` keys.
     """
 
     block_m: int
@@ -109,13 +109,11 @@ class Tiles:
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         rows = self.warp_rows
-        if not 1 <= self.column_warps <= MAX_COLUMN_WARPS:
-            return f"column_warps may be 1 to {MAX_COLUMN_WARPS}"
+        if self.column_warps not in COLUMN_WARPS:
+            return f"column_warps may be {one_of(map(str, COLUMN_WARPS))}"
         if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows * self.column_warps):
-            warps = counted(self.column_warps, "warp")
-            return (
-                f"block_m must be {rows} rows per {warps} of a team, and teams must have equally many warps"
-            )
+            each = f"a team has column_warps ({self.column_warps}) for every {rows} rows of block_m"
+            return f"{each}, which must be whole, and a block equally many for each team"
         if self.teams > MAX_TEAMS:
             return f"a block may have up to {MAX_TEAMS} teams, not {self.teams}"
         if self.block_n % self.depth:
@@ -214,7 +212,8 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
         how = f"the keys of {of_rows} split into {sizes.splits} parts each: {grid} blocks"
     else:
         how = f"keys not split: {of_rows}"
-    read_once = ("values are the beginnings of keys, which alone are read",) * problem.values_in_keys
+    alone = _reads_keys_alone(problem, sizes)
+    read_once = ("values are the beginnings of keys, which alone are read",) * alone
     any_rows = row_blocks > 0
     return Decisions(
         tiles=sizes_of(sizes),
@@ -303,7 +302,11 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     rows, kind = _rows_of_sequence(problem), problem.kind
     best = _most_rows(kind, device, next((m for m in FEW_ROWS if m >= rows), BLOCK_M))
     wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
-    fits = wide is not None and _cost(kind, wide).registers <= MAX_REGISTERS_PER_THREAD
+    fits = (
+        wide is not None
+        and _fits(kind, device, wide)
+        and _cost(kind, wide).registers <= MAX_REGISTERS_PER_THREAD
+    )
     more_warps = _in_several_pages(problem, best)
     return [
         best,
@@ -432,6 +435,19 @@ def _depth(problem: Problem, tiles: Tiles) -> int:
     return round_up(problem.head_dim, arithmetic_of(problem).depth * tiles.column_warps)
 
 
+def _reads_keys_alone(problem: Problem, tiles: Tiles) -> bool:
+    """Whether V is not copied besides K, in whose tile each warp must find its columns (fwd_8_block.cuh)."""
+    own = _columns(problem, tiles) // tiles.column_warps
+    swizzled = _is_power_of_two(_depth(problem, tiles))
+    whole_lines = own * problem.key_itemsize % LINE_BYTES == 0
+    found = tiles.column_warps == 1 or not swizzled or whole_lines or _is_power_of_two(own)
+    return problem.values_in_keys and found
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def _part_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of row_parts.cuh's RowPart."""
     sums = _columns(problem, tiles) * problem.accumulator.itemsize
@@ -446,7 +462,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
         ("OUT_SCALAR", problem.output.name),
         *((name.upper(), size) for name, size in sizes.items()),
         ("WARP_ROWS", chosen.tiles.warp_rows),
-        ("VALUES_IN_KEYS", problem.values_in_keys),
+        ("VALUES_IN_KEYS", _reads_keys_alone(problem, chosen.tiles)),
         ("SPLIT_KEYS", splits > 1),
         ("EVEN_SHARES", shares > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
@@ -477,7 +493,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
     arithmetic = arithmetic_of(problem)
     depth, columns = _depth(problem, tiles), _columns(problem, tiles)
     stage_bytes = arithmetic.tile_bytes(tiles.block_n, depth)
-    if not problem.values_in_keys:
+    if not _reads_keys_alone(problem, tiles):
         stage_bytes += arithmetic.tile_bytes(tiles.block_n, columns)
     query_bytes, unit_bytes = _query_bytes(problem, tiles)
     score_bytes = 0

@@ -62,20 +62,30 @@ __device__ inline int row_of(int m, int half) {
 
 using KeyRows = MmaTile<kBlockN, kDepth>;
 static_assert(!kValuesInKeys || kPartCols <= KeyRows::kCols, "all columns of V must be there");
+// Columns in a swizzled tile are found by flipping bits: of a warp's first one and of those after
+// it, no bit may be the same.
+template <class Tile>
+constexpr bool kFindsOwnCols = kColumnWarps == 1 || !Tile::kSwizzled ||
+                               kOwnCols % Tile::kSpan == 0 || (kOwnCols & (kOwnCols - 1)) == 0;
 template <bool InKeys>
 struct StageOf {
-    KeyRows k;
-    MmaTile<kBlockN, kPartCols> own_values;
+    using Values = MmaTile<kBlockN, kPartCols>;
 
-    __device__ auto& v() { return own_values; }
+    KeyRows k;
+    Values own_values;
+
+    __device__ Values& v() { return own_values; }
 };
 template <>
 struct StageOf<true> {
+    using Values = KeyRows;
+
     KeyRows k;
 
-    __device__ auto& v() { return k; }
+    __device__ Values& v() { return k; }
 };
 using Stage = StageOf<kValuesInKeys>;
+static_assert(kFindsOwnCols<Stage::Values>, "columns would share bits");
 
 struct Inputs {
     MmaTile<kBlockM, kDepth, scalar_t> q;

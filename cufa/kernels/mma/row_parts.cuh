@@ -7,7 +7,7 @@
 #include "mma/mma_products.cuh"
 #include "softmax/online_softmax.cuh"
 
-// Warps that share rows and divide the output's columns. Each computes all scores of its rows.
+// Warps that share rows and divide the output's columns, and the head dims of their scores.
 constexpr int kColumnWarps = COLUMN_WARPS;
 constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN * kColumnWarps);
 

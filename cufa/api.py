@@ -532,10 +532,11 @@ def plan(
     """Return the Plan that a call with these arrays would use on the GPU, and why. Compiles and runs nothing.
 
     Args:
-        q: anything with the shape and dtype of an array; likewise k and v. Addresses are not read: arrays
-            are assumed to be as well aligned as their rows allow.
+        q: anything with the shape and dtype of an array; likewise k and v. Arrays are assumed to be as well
+            aligned as their rows allow.
         k: as above.
-        v: as above; if it has strides, they say whether it is stored transposed.
+        v: as above; if it has strides, they say whether it is stored transposed. If k and v are arrays of
+            NumPy or CuPy, their addresses say whether v is a view of the first columns of k.
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
@@ -590,9 +591,10 @@ def plan(
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed, offset)
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
-    problem = known_of(direction, described, asked).problem
-    _scale_of(problem, softmax_scale, values)
-    problem = replace(problem, values_in_keys=arrays.values_in_keys(k, v))
+    known = known_of(direction, described, asked)
+    _scale_of(known.problem, softmax_scale, values)
+    in_keys = known.keeps_keys and arrays.values_in_keys(k, v)
+    problem = replace(known.problem, values_in_keys=in_keys)
     return _plan_of(problem, target(arch, for_plan_only=True), kernel, tiles)
 
 

@@ -90,6 +90,11 @@ class Known:
     copied: tuple[str, ...]
     side: Mapping[str, tuple[Shape, Shape, int]]
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether kernels read K and V where they are."""
+        return not {"k", "v"} & set(self.copied)
+
 
 class Call:
     """The arrays of one call, on the side where it is computed, and the problem that they pose.
@@ -338,7 +343,7 @@ def _at_addresses(
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
     bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
     bias_boxes = _bias_lies_in_boxes(known, bias_at)
-    in_keys = not {"k", "v"} & set(known.copied) and lie_in_keys(given["k"], given["v"])
+    in_keys = known.keeps_keys and lie_in_keys(given["k"], given["v"])
     run, pack = _executable(known, layout, align_bytes, in_keys, bias_boxes, chosen, device_id)
     return run, pack, (*names, "bias") if bias_boxes else names
 

@@ -355,12 +355,13 @@ class Problem:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         features = f", with {', '.join(self.features.words)}" if self.features.words else ""
-        transposed = ", values transposed" if self.transposed_values else ""
+        of_values = ", values transposed" if self.transposed_values else ""
+        of_values += ", values in keys" if self.values_in_keys else ""
         causal = " causal" if self.hides_later_keys else ""
         return (
             f"{self.direction} {self.dtypes}{causal}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {self.dims}"
-            f"{transposed}{features}"
+            f"{of_values}{features}"
         )
 
 

@@ -160,7 +160,10 @@ class Run:
         return slice(None) if ends is None else slice(int(ends[0]), int(ends[-1]))
 
     def _place(self, name: str, values: Array) -> Any:
-        self.inputs[name] = self._memory(values, self.case.strided, self.case.broadcast)
+        if name == "v" and self.case.in_keys:
+            self.inputs[name] = replace(self.inputs["k"], shape=values.shape)
+        else:
+            self.inputs[name] = self._memory(values, self.case.strided, self.case.broadcast)
         return self.inputs[name].array
 
     def _memory(self, values: Array, strided: bool, with_repeats: bool = False) -> Memory:

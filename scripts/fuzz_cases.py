@@ -96,7 +96,8 @@ def mod_arrays(rng: np.random.Generator, name: str, batch: int, heads: int, long
 class Case:
     """A problem; what is not said here is drawn with `seed`.
 
-    Keys and values have `kv_dtype`, if not `dtype`. `features` are those of tests/feature_cases.py and
+    Keys and values have `kv_dtype`, if not `dtype`; with `in_keys`, values are a view of the first columns of
+    keys. `features` are those of tests/feature_cases.py and
     "dscore_mod"; `score_mod` and `mask_mod` are names of functions above. What nobody sees is NaN with
     `hide_nan`. Arrays lie in other ways than contiguous with `strided`, at addresses and with strides that
     are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some results and the
@@ -108,6 +109,7 @@ class Case:
     backend: str = "numpy"
     dtype: str = "float32"
     kv_dtype: str | None = None
+    in_keys: bool = False
     features: tuple[str, ...] = ()
     batch: int = 1
     seqlen_q: int = 5
@@ -202,6 +204,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         backend=backend,
         dtype=dtype,
         kv_dtype=kv_dtype if kv_dtype != dtype else None,
+        in_keys=not backward and value_dim <= head_dim and bool(rng.random() < 0.2),
         features=tuple(sorted(features)),
         head_dim=head_dim,
         value_dim=value_dim,
@@ -346,6 +349,9 @@ class Built:
             problem = self.drawn.problem
             k, v = (x.astype(case.kv_dtype) for x in (problem.k, problem.v))
             self.drawn = replace(self.drawn, problem=replace(problem, k=k, v=v))
+        if case.in_keys:
+            problem = self.drawn.problem
+            self.drawn = replace(self.drawn, problem=replace(problem, v=problem.k[..., : case.value_dim]))
         arrays, numbers = self.drawn.arrays, self.drawn.numbers
         if "bias" in arrays and str(arrays["bias"].dtype) == FLOAT8:
             arrays["bias"] = arrays["bias"].astype(np.float32)

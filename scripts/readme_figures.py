@@ -508,8 +508,9 @@ def decode(record: Row) -> str:
     )
     caption = (
         "One query per head, in bfloat16. Where heads are of 576/512, values are the first 512 columns of "
-        "keys, as in multi-head latent attention. TB/s counts the bytes of K and V. The columns after the "
-        "peers are the time of a call relative to contiguous keys in bfloat16. Geometric means: cufa is "
+        "keys, as in multi-head latent attention. TB/s counts the bytes of K and V, shared ones once. The "
+        "columns after the peers are the time of a call relative to contiguous keys in bfloat16. "
+        "Geometric means: cufa is "
         f"{means}.{paged}{halved} Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
         f"{record['torch']}, cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_decode.py` "
         "([decode.json](decode.json))."

@@ -78,7 +78,8 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
-            head_dim). With k, it must be writable and must not overlap another array.
+            head_dim). With k, it must be writable and must not overlap another array: write rows to a cache
+            of which v_cache is a part, as in multi-head latent attention, before the call.
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
         v: the same for v_cache; required with k.

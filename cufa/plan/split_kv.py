@@ -112,8 +112,8 @@ class Tiles:
         if self.column_warps not in COLUMN_WARPS:
             return f"column_warps may be {one_of(map(str, COLUMN_WARPS))}"
         if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows * self.column_warps):
-            each = f"a team has column_warps ({self.column_warps}) for every {rows} rows of block_m"
-            return f"{each}, which must be whole, and a block equally many for each team"
+            team = f"a team has {counted(self.column_warps, 'warp')} for every {rows} rows"
+            return f"{team}: block_m must be a multiple of {rows}, and threads must be whole teams"
         if self.teams > MAX_TEAMS:
             return f"a block may have up to {MAX_TEAMS} teams, not {self.teams}"
         if self.block_n % self.depth:

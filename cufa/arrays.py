@@ -177,8 +177,8 @@ def values_in_keys(k: Any, v: Any) -> bool:
     """`lie_in_keys` of arrays; False if one is not of NumPy or CuPy, such as a description for a plan."""
     if not all(isinstance(array, (np.ndarray, _cupy_ndarray())) for array in (k, v)):
         return False
-    keys, values = (Region(address(array), array.shape, array.strides, array.itemsize) for array in (k, v))
-    return lie_in_keys(keys, values)
+    described, addresses = describe({"k": k, "v": v})
+    return lie_in_keys(*regions(described, addresses.values()).values())
 
 
 def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:

@@ -485,7 +485,7 @@ def decode(record: Row) -> str:
     lines = []
     for point in points:
         heads = f"{point['heads']}/{point['kv_heads']}"
-        dims = dict.fromkeys((point["head_dim"], point.get("value_dim", point["head_dim"])))
+        dims = dict.fromkeys((point["head_dim"], point["value_dim"]))
         seconds = point["seconds"]
         lines.append(
             (

@@ -168,6 +168,7 @@ def test_how_many_parts_there_are_is_not_compiled():
 @pytest.mark.parametrize(
     ("tiles", "message"),
     [
+        ({"block_m": 48}, "block_m must be"),
         ({"block_m": 40}, "block_m must be a multiple of 16, and"),
         ({"block_n": 24}, "block_n must be a multiple of 16"),
         ({"stages": 1}, "stages may be 2 to 4"),

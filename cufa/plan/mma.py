@@ -92,11 +92,17 @@ class Arithmetic:
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tile.cuh's MmaTile."""
-        row_bytes = round_up(cols, self.depth) * self.item_bytes
+        padding = 0 if self.swizzles(cols) else ROW_PADDING_BYTES
+        return round_up(rows * (self._row_bytes(cols) + padding), LINE_BYTES)
+
+    def swizzles(self, cols: int) -> bool:
+        """Whether units of that tile's rows are swizzled; if not, rows are padded."""
+        row_bytes = self._row_bytes(cols)
         in_lines = row_bytes % LINE_BYTES == 0 or self.item_bytes == 1
-        if not in_lines or row_bytes & (row_bytes - 1):
-            row_bytes += ROW_PADDING_BYTES
-        return round_up(rows * row_bytes, LINE_BYTES)
+        return in_lines and row_bytes & (row_bytes - 1) == 0
+
+    def _row_bytes(self, cols: int) -> int:
+        return round_up(cols, self.depth) * self.item_bytes
 
     def registers(self, sums: int) -> int:
         """Registers that this many sums take."""

@@ -302,16 +302,11 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     rows, kind = _rows_of_sequence(problem), problem.kind
     best = _most_rows(kind, device, next((m for m in FEW_ROWS if m >= rows), BLOCK_M))
     wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
-    fits = (
-        wide is not None
-        and _fits(kind, device, wide)
-        and _cost(kind, wide).registers <= MAX_REGISTERS_PER_THREAD
-    )
     more_warps = _in_several_pages(problem, best)
     return [
         best,
         *((_best_tiles(kind, device, best.block_m, 2),) if more_warps else ()),
-        *((wide,) if wide and fits else ()),
+        *((wide,) if wide and _fits(kind, device, wide) else ()),
     ]
 
 
@@ -326,12 +321,18 @@ def _most_rows(kind: Problem, device: Device, most: int) -> Tiles:
     """The tiles of so many rows, or of as many as shared memory has room for."""
     sizes = [rows for rows in (BLOCK_M, *reversed(FEW_ROWS)) if rows <= most]
     found = (_best_tiles(kind, device, rows) for rows in sizes)
-    fitting = (tiles for tiles in found if _fits(kind, device, tiles))
-    return next(fitting, _best_tiles(kind, device, sizes[-1]))
+    with_room = (tiles for tiles in found if _blocks_with_room(kind, device, tiles))
+    return next(with_room, _best_tiles(kind, device, sizes[-1]))
+
+
+def _blocks_with_room(kind: Problem, device: Device, tiles: Tiles) -> int:
+    """How many blocks the shared memory of an SM has room for."""
+    return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes)
 
 
 def _fits(kind: Problem, device: Device, tiles: Tiles) -> bool:
-    return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes) > 0
+    enough_registers = _cost(kind, tiles).registers <= MAX_REGISTERS_PER_THREAD
+    return enough_registers and _blocks_with_room(kind, device, tiles) > 0
 
 
 @functools.lru_cache
@@ -353,12 +354,8 @@ def _best_tiles(kind: Problem, device: Device, block_m: int, times_threads: int 
         and tiles.teams
     ]
 
-    def blocks(tiles: Tiles) -> int:
-        return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes)
-
-    def fits(tiles: Tiles) -> bool:
-        return blocks(tiles) > 0 and _cost(kind, tiles).registers <= MAX_REGISTERS_PER_THREAD
-
+    blocks = functools.partial(_blocks_with_room, kind, device)
+    fits = functools.partial(_fits, kind, device)
     tiles = next(filter(fits, smallest), next(filter(blocks, smallest), smallest[-1]))
     enough = min(BLOCKS_PER_SM, blocks(tiles))
     stages = range(MIN_STAGES + 1, MAX_STAGES + 1)
@@ -438,14 +435,9 @@ def _depth(problem: Problem, tiles: Tiles) -> int:
 def _reads_keys_alone(problem: Problem, tiles: Tiles) -> bool:
     """Whether V is not copied besides K, in whose tile each warp must find its columns (fwd_8_block.cuh)."""
     own = _columns(problem, tiles) // tiles.column_warps
-    swizzled = _is_power_of_two(_depth(problem, tiles))
-    whole_lines = own * problem.key_itemsize % LINE_BYTES == 0
-    found = tiles.column_warps == 1 or not swizzled or whole_lines or _is_power_of_two(own)
-    return problem.values_in_keys and found
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+    swizzled = arithmetic_of(problem).swizzles(_depth(problem, tiles))
+    apart = own * problem.key_itemsize % LINE_BYTES == 0 or own & (own - 1) == 0
+    return problem.values_in_keys and (tiles.column_warps == 1 or not swizzled or apart)
 
 
 def _part_bytes(problem: Problem, tiles: Tiles) -> int:

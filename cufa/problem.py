@@ -36,6 +36,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+# So many query heads with the same KV head fill a tile of rows.
+HEADS_OF_TILE = 64
 # Only Q, K and V together, or K and V, may have 8 bits.
 FLOAT8 = "float8_e4m3fn"
 INPUT_DTYPES: dict[str, np.dtype[Any]] = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -202,7 +204,8 @@ class Problem:
     `align_bytes` is a power of two that divides every address and every stride in bytes; kernels load that
     much at once. `ascending` says that no stride is negative, as the copy engine requires. With
     `transposed_values`, keys of V are adjacent in memory; kernels see (batch, value_dim, kv_heads, seqlen_k).
-    With `values_in_keys`, rows of V are the beginnings of those of K, in the same memory.
+    With `values_in_keys`, rows of V are the beginnings of those of K, in the same memory. With
+    `heads_as_rows`, the query heads that share a KV head count as queries of one head.
     With `bias_boxes`, the copy engine can bring boxes of the bias, which then has 16-bit elements.
     `max_seqlen_q` is the most queries of a packed sequence, as the caller says; only speed depends on it.
     """
@@ -223,6 +226,7 @@ class Problem:
     out_dtype: str | None = None
     transposed_values: bool = False
     values_in_keys: bool = False
+    heads_as_rows: bool = False
     bias_boxes: bool = False
     kv_dtype: str | None = None
     max_seqlen_q: int | None = None
@@ -230,7 +234,19 @@ class Problem:
     @cached_property
     def kind(self) -> Problem:
         """The same problem with all sizes 1, to look up what does not depend on sizes."""
-        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
+        one = replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
+        return replace(one, heads_as_rows=False) if self.heads_as_rows else one
+
+    @cached_property
+    def with_heads_as_rows(self) -> Problem:
+        """The problem with the query heads that share a KV head as its queries, if these fill a tile of rows.
+
+        Itself unless there is one query, and nothing that depends on the head or on the query's place.
+        """
+        others = set(self.features.names) - {"softcap", "seqused_k", "block_table"}
+        if self.direction == "backward" or self.seqlen_q != 1 or self.group < HEADS_OF_TILE or others:
+            return self
+        return replace(self, seqlen_q=self.group, heads=self.kv_heads, causal=False, heads_as_rows=True)
 
     @property
     def itemsize(self) -> int:
@@ -357,6 +373,7 @@ class Problem:
         features = f", with {', '.join(self.features.words)}" if self.features.words else ""
         of_values = ", values transposed" if self.transposed_values else ""
         of_values += ", values in keys" if self.values_in_keys else ""
+        of_values += ", heads as queries" if self.heads_as_rows else ""
         causal = " causal" if self.hides_later_keys else ""
         return (
             f"{self.direction} {self.dtypes}{causal}, batch {self.batch}, "

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,16 @@ class Layout:
         fields = list(self.places)
         fields[::4] = addresses
         return fields
+
+
+@functools.lru_cache(maxsize=4096)
+def with_heads_as_rows(layout: Layout, group: int) -> Layout:
+    """The layout of q, k, v and out with the query heads that share a KV head as queries of one head."""
+    places = list(layout.places)
+    for query_tensor in (0, 3):
+        head_stride = places[4 * query_tensor + 3]
+        places[4 * query_tensor + 2 : 4 * query_tensor + 4] = head_stride, head_stride * group
+    return replace(layout, places=tuple(places))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
 UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_6_float32", "bwd_7_float32_wide")
 # For those kernels that take no others.
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
+WIDEST_SHAPES = [(203, 330, 576, 512), (333, 201, 72, 320), (65, 700, 264, 512), (300, 300, 512, 512)]
 
 
 def name_of(features):
@@ -61,7 +62,8 @@ def supported(kernel, features):
 
 
 def draw(rng, kernel, dtype, features):
-    shapes = WIDE_SHAPES if KERNELS[kernel].min_head_dim > 1 else SHAPES
+    narrowest = KERNELS[kernel].min_head_dim
+    shapes = SHAPES if narrowest == 1 else WIDE_SHAPES if narrowest <= 256 else WIDEST_SHAPES
     if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias", "dbias", "dropout"}:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]

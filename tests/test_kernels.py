@@ -32,7 +32,9 @@ def archs_alike():
 
 def archs_of(name):
     """Half of those that are alike, as kernels take turns."""
-    turn = list(KERNELS).index(name)
+    direction = KERNELS[name].direction
+    alike = [each for each, kernel in KERNELS.items() if kernel.direction == direction]
+    turn = alike.index(name) + (direction == "backward")
     return [archs[(turn + i) % len(archs)] for archs in archs_alike() for i in range(ceil_div(len(archs), 2))]
 
 
@@ -51,7 +53,7 @@ VARIANTS = [
     ("float8_e4m3fn", 80, 144, False, 16),
 ]
 # For kernels of one arch alone: others have no arch left for it.
-OF_ONE_ARCH = [("float32", 137, 200, False, 4)]
+OF_ONE_ARCH = [("float32", 137, 200, False, 4), ("bfloat16", 512, 264, True, 16)]
 
 
 def problem(direction, dtype, head_dim, value_dim, causal, align_bytes):
@@ -145,7 +147,7 @@ OF_DOUBLES = r"\bD(?:ADD|MUL|FMA|SETP)|F2F\.F(?:32\.F64|64\.F32)"
 WITH_NUMBERS = list(
     itertools.product(
         ("bfloat16", "float32", "float8_e4m3fn"),
-        (128, 256),
+        (128, 256, 512),
         (Features(softcap=True, dropout=True), Features(softcap=True), Features()),
     )
 )

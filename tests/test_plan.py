@@ -60,6 +60,7 @@ def rounds_dq(plan: Plan) -> bool:
 IN_PARTS = {
     **{kernel: {"parts": 2, "block_m": 128, "blocks_per_sm": 1} for kernel in HOPPER_FORWARDS},
     "fwd_8_split_kv": {"splits": 2},
+    "fwd_10_wgmma_wide": {"parts": 2},
     **{kernel: {"parts": 2} for kernel in HOPPER_BACKWARD_KEYS},
 }
 
@@ -380,6 +381,12 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
             "halves of queries": (2 * 4 * 3, 2 * 128 * 32 + 256),
             "halves of keys and values": (2 * 2 * 4, 2 * (2 * 128 * 32) + 512),
         },
+        # Two parts of each tile of 64 queries; a warpgroup has three of six panels of O.
+        "fwd_10_wgmma_wide": {
+            **FORWARD_COUNT,
+            "parts there": (2 * (2 * 4 * 5) * 2,),
+            "parts": (2 * (2 * 4 * 5), 2, 128 * (3 * 64 // 2 + 4)),
+        },
         # Tiles of 64 rows, a panel of either half for either tensor; of each row of queries two floats, and
         # 32 bytes, in whole swizzled units of 1,024 bytes; and dQ.
         "bwd_6_float32": {
@@ -419,14 +426,14 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
     fixed = {
-        **dict.fromkeys(HOPPER_FORWARDS, 16),
+        **dict.fromkeys((*HOPPER_FORWARDS, "fwd_10_wgmma_wide"), 16),
         **dict.fromkeys(HOPPER_COUNT, 4),
         **dict.fromkeys(IN_HALVES, 1024),
     }
     small, large = (
         plan_of(kernel, tiles=IN_PARTS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes
         - fixed.get(kernel, 0)
-        for n in (1024, 2048)
+        for n in (512, 1024)
     )
     grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]
     assert large == grows * small
@@ -729,6 +736,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
             "fwd_8_split_kv": ("splits", "shares"),
             "fwd_6_wgmma": ("parts",),
             "fwd_7_fp8": ("parts", "helpers"),
+            "fwd_10_wgmma_wide": ("parts",),
         }
         own = {name: plan.tiles[name] for name in passed.get(kernel, ())}
         helpers = {

@@ -412,6 +412,22 @@ _LADDER = (
         max_value_dim=256,
         features=_FEATURES,
     ),
+    HopperKernel(
+        name="fwd_10_wgmma_wide",
+        direction="forward",
+        entries=("clear_counts", "fwd_10_wgmma_wide"),
+        idea="Hopper, head dims over 256: two warpgroups share queries and split the columns of the output",
+        paper="Li and Liu 2025, FlashMLA",
+        memory="O(N)",
+        min_head_dim=257,
+        max_head_dim=MAX_HEAD_DIM["forward"],
+        features=frozenset(
+            (
+                *("window", "softcap", "bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
+                *("seqused_k", "block_table", "score_mod"),
+            )
+        ),
+    ),
     Kernel(
         name="bwd_1_naive",
         direction="backward",

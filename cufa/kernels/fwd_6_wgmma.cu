@@ -29,6 +29,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "call/grid.cuh"
+#include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
 
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
@@ -50,7 +51,7 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
 
 // ---- the consumers ----
 
-struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
+struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
     // Raising late needs registers that windows, soft caps, functions and masks do not leave. It
     // pays only if few later tiles have larger scores. ALiBi raises scores from tile to tile up to

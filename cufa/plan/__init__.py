@@ -25,6 +25,7 @@ from cufa.plan import (
     tiled,
     wgmma,
     wgmma_backward,
+    wgmma_wide,
 )
 from cufa.plan.record import Decisions, Launch, Macro, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel_and_why
@@ -52,6 +53,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Decisions]] 
     "fwd_7_fp8": fp8.forward,
     "fwd_8_split_kv": split_kv.forward,
     "fwd_9_float32": float32.forward,
+    "fwd_10_wgmma_wide": wgmma_wide.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
     "bwd_3_mma": mma_backward.backward,

@@ -6,6 +6,8 @@ more may help.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM
 from cufa.plan.record import BIAS, TensorBox
 from cufa.problem import Problem
@@ -33,15 +35,23 @@ MOST_DIMS_OF_BIAS_BOXES = 128
 
 
 class Warpgroups:
-    """A block for `block_m` queries: one warpgroup that copies, and one that computes for each 64 rows."""
+    """A block for `block_m` queries: one warpgroup that copies, and one that computes for each 64 rows, or
+    `column_warpgroups` that divide the columns of the output.
+    """
 
     block_m: int
     blocks_per_sm: int = 1
+    column_warpgroups: ClassVar[int] = 1
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that compute for rows of their own, or groups of these with the same rows."""
+        return self.block_m // WGMMA_M
 
     @property
     def consumers(self) -> int:
         """Warpgroups that compute."""
-        return self.block_m // WGMMA_M
+        return self.teams * self.column_warpgroups
 
     @property
     def warpgroups(self) -> int:

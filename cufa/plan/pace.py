@@ -137,4 +137,6 @@ def memory_time(problem: Problem, device: Device) -> float:
     """The least time in nanoseconds to read Q, K and V and to write O."""
     rows = problem.heads * problem.seqlen_q + problem.kv_heads * problem.seqlen_k
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize
-    return problem.tensor_batch * rows * row_bytes / (BYTES_PER_NS * device.sm_count)
+    read_once = problem.kv_heads * problem.seqlen_k * problem.value_dim * problem.itemsize
+    in_all = rows * row_bytes - read_once * problem.values_in_keys
+    return problem.tensor_batch * in_all / (BYTES_PER_NS * device.sm_count)

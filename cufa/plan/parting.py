@@ -95,7 +95,12 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
 
 
 def fastest(
-    problem: Problem, device: Device, paces: Mapping[T, Pace], least: float, worth_it: float
+    problem: Problem,
+    device: Device,
+    paces: Mapping[T, Pace],
+    least: float,
+    worth_it: float,
+    most_parts: int = MOST_PARTS,
 ) -> tuple[T, int, float] | None:
     """The tiles and number of parts that finish first, and that time; None if `least` is as good.
 
@@ -117,7 +122,7 @@ def fastest(
         # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
         if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
             continue
-        for parts in range(2, MOST_PARTS + 1):
+        for parts in range(2, most_parts + 1):
             if _unsuited_parts(problem, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1

@@ -15,7 +15,6 @@ from cufa.plan.hopper import (
     MAX_CONSUMER_REGISTERS,
     SECTION_OF_L2,
     WARPGROUP,
-    WGMMA_K,
     bias_rows_differ,
     has_bias_boxes,
     lengths_vary,
@@ -95,8 +94,8 @@ def work_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory for the tiles of queries that a block is at: work_tiles.cuh."""
     varied = lengths_vary(problem)
     of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + PART_OF_KEYS_BYTES * (tiles.parts > 1)
-    of_warps = WARPGROUP // WARP_SIZE if varied and not problem.range_mask and tiles.consumers > 1 else 0
-    return of_tile * tiles.consumers * (tiles.query_stages + of_warps)
+    of_warps = WARPGROUP // WARP_SIZE if varied and not problem.range_mask and tiles.teams > 1 else 0
+    return of_tile * tiles.teams * (tiles.query_stages + of_warps)
 
 
 def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
@@ -104,7 +103,7 @@ def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scr
     parts = parted.count - parted.whole
     words = WORKSPACE_ALIGNMENT // problem.accumulator.itemsize
     # A thread's sums of O, and the maximum and the sum of two rows
-    of_thread = round_up(problem.value_dim, WGMMA_K) // 2 + 4
+    of_thread = tiles.own_cols(problem.value_dim) // 2 + 4
     return (
         Scratch("tiles taken", (words,)),
         Scratch("parts there", (round_up(parts * tiles.consumers, words),)),
@@ -145,6 +144,8 @@ def forward_macros(
         *common_macros(problem, parted),
         *((name.upper(), size) for name, size in sizes.items()),
         ("THREADS", tiles.threads),
+        ("COLUMN_WARPGROUPS", tiles.column_warpgroups),
+        ("VALUES_IN_KEYS", problem.values_in_keys and tiles.column_warpgroups > 1),
         ("BOX_KEYS", box_keys(problem, tiles)),
         ("PRODUCER_REGISTERS", tiles.producer_registers(consumer_registers)),
         ("CONSUMER_REGISTERS", consumer_registers),

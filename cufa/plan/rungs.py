@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named, verdicts
-from cufa.plan import float32, fp8, mma, split_kv, wgmma
+from cufa.plan import float32, fp8, mma, split_kv, wgmma, wgmma_wide
 from cufa.plan.choice import typical
 from cufa.problem import Problem
 from cufa.rounding import round_up
@@ -21,6 +21,7 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
     "fwd_7_fp8": fp8.price,
     "fwd_8_split_kv": split_kv.price,
     "fwd_9_float32": float32.price,
+    "fwd_10_wgmma_wide": wgmma_wide.price,
 }
 
 
@@ -53,7 +54,8 @@ def _priced(problem: Problem) -> Problem:
     """The problem whose prices a problem has."""
     features = problem.features
     of_each_key = features.packed or features.bias is not None or features.mask is not None
-    if problem.seqlen_q > _FEW_QUERIES or of_each_key:
+    many = problem.seqlen_q > _FEW_QUERIES and not problem.heads_as_rows
+    if many or of_each_key:
         return typical(problem)
     step = 1 << max(0, problem.seqlen_k.bit_length() - _ROUNDED_BITS)
     return replace(problem, seqlen_k=round_up(problem.seqlen_k, step))

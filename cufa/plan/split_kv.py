@@ -64,6 +64,8 @@ SEVERAL_PAGES = 1.06
 START = 1500
 BYTES_PER_NS = 36
 ROW_TIME = 60
+# Operations per nanosecond of an SM of an H200 if several warps divide the columns of the output.
+WIDE_FLOPS_PER_NS = 1400
 MAX_SPLITS = 128
 # Sharing the keys out evenly saves this fraction of a block's time for the tile with the most keys. It costs
 # these nanoseconds per block, and per tile that a block has keys of.
@@ -256,7 +258,10 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
         return START + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
-    return min(map(time, tiles)) / 1000
+    least = min(map(time, tiles))
+    if max(sizes.column_warps for sizes in tiles) > 1:
+        least = max(least, problem.flops / (WIDE_FLOPS_PER_NS * device.sm_count))
+    return least / 1000
 
 
 def price_on_half(problem: Problem, device: Device) -> float:

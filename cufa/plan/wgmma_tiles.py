@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
@@ -27,7 +27,7 @@ from cufa.plan.hopper import (
 )
 from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
+from cufa.rounding import ceil_div, round_up
 
 # With this many consumers, or blocks per SM, threads have no registers to spare.
 MANY_CONSUMERS = MANY_BLOCKS = 4
@@ -49,6 +49,11 @@ class Tiles(Warpgroups):
     store_cols: int
     blocks_per_sm: int = 1
     parts: int = 1
+    most_parts: ClassVar[int] = parting.MOST_PARTS
+
+    def own_cols(self, value_dim: int) -> int:
+        """Columns of the output that a warpgroup has the sums of."""
+        return round_up(value_dim, WGMMA_K)
 
     def producer_registers(self, consumer_registers: int) -> int:
         """Registers that each thread keeps that does not compute, if one that computes has so many."""
@@ -66,8 +71,8 @@ class Tiles(Warpgroups):
             return f"store_cols must be a multiple of {PANEL_COLS}"
         if self.consumer_registers < self.registers_at_start:
             return "blocks_per_sm must be larger: threads would begin with more registers than they may have"
-        if self.parts > parting.MOST_PARTS:
-            return f"parts must be 1 to {parting.MOST_PARTS}"
+        if self.parts > self.most_parts:
+            return f"parts must be 1 to {self.most_parts}"
         return None
 
     def __str__(self) -> str:
@@ -207,6 +212,7 @@ def fastest_in_parts(
     paces: Mapping[T, Pace],
     may_part: Callable[[Problem, T], bool],
     worth_it: float = parting.WORTH_IT,
+    most_parts: int = parting.MOST_PARTS,
 ) -> tuple[T, float]:
     """The tiles with which all SMs finish first, and that time.
 
@@ -214,7 +220,7 @@ def fastest_in_parts(
     """
     best, least = fastest(typical(problem), device, paces)
     parted = {tiles: pace for tiles, pace in paces.items() if may_part(problem, tiles)}
-    in_parts = parting.fastest(problem, device, parted, least, worth_it)
+    in_parts = parting.fastest(problem, device, parted, least, worth_it, most_parts)
     if in_parts is None:
         return best, least
     best, parts, least = in_parts

@@ -226,7 +226,7 @@ def test_a_kernel_may_be_named_by_its_number():
     assert [plan["kernel"] for plan in plans.values()] == ["fwd_4_flash_v2", "bwd_2_flash_v2"]
     message = refused("run", "--kernel", "fwd")
     assert "'fwd' may stand for fwd_1_naive, " in message
-    assert message.endswith("or fwd_9_float32")
+    assert message.endswith("or fwd_10_wgmma_wide")
     assert "'fwd_' may stand for fwd_1_naive, " in refused("compile", "fwd_", "--arch", "sm_80")
     assert "bwd" not in refused("run", "--kernel", "fwd_0")
     assert "or its number" in " ".join(run("compile", "--help").stdout.split())

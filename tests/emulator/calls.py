@@ -51,7 +51,7 @@ from cufa.plan.companions import (
     rotary_launches,
     softmax_launches,
 )
-from cufa.problem import LAYOUTS, Direction, four_axes, lse_shape, output_shape
+from cufa.problem import LAYOUTS, Direction, four_axes, lse_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
 from cufa.tensor_layout import Region, lie_in_keys, lies_in_boxes, lies_transposed
@@ -110,8 +110,9 @@ def attention(
     options = _options(causal, window, values, mods, precision=precision)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
-    arrays.setdefault("out", np.empty(output_shape(problem, "bshd"), problem.output))
-    arrays["lse"] = np.empty(lse_shape(problem), problem.accumulator)
+    arrays.setdefault("out", np.empty((*q.shape[:-1], v.shape[-1]), problem.output))
+    lse = (len(q), q.shape[2], 1) if problem.heads_as_rows else lse_shape(problem)
+    arrays["lse"] = np.empty(lse, problem.accumulator)
     tensors = ("q", "k", "v", "out")
     done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)
     return done["out"], done["lse"]
@@ -451,7 +452,7 @@ def _plan(
     placed = replace(
         problem, align_bytes=align_bytes, ascending=ascending, values_in_keys=in_keys, bias_boxes=in_boxes
     )
-    return make_plan(placed, device, kernel, tiles)
+    return make_plan(placed.with_heads_as_rows, device, kernel, tiles)
 
 
 def _run(
@@ -475,6 +476,11 @@ def _run(
     lying = [placed[name] for name in tensors]
     if problem.transposed_values:
         lying[2] = lying[2].swapaxes(1, 3)
+    if problem.heads_as_rows:
+        for number in (0, 3):
+            batch, _, heads, dim = lying[number].shape
+            of_keys = lying[number].reshape(batch, problem.kv_heads, heads // problem.kv_heads, dim)
+            lying[number] = of_keys.swapaxes(1, 2)
     boxed = list(lying)
     if problem.bias_boxes:
         bias = placed["bias"]

@@ -10,6 +10,9 @@ __device__ constexpr int round_up(int a, int b) {
 __device__ constexpr int min_of(int a, int b) {
     return a < b ? a : b;
 }
+__device__ constexpr int max_of(int a, int b) {
+    return a > b ? a : b;
+}
 __device__ constexpr int floor_power_of_two(int x) {
     return x < 2 ? x : 2 * floor_power_of_two(x / 2);
 }

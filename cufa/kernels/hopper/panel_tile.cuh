@@ -65,6 +65,13 @@ struct PanelTile {
             col % kPanelCols / kChunkCols ^ row / kRowsOfPattern % (RowBytes / kChunkBytes);
         return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
     }
+
+    // Some of the tile's panels as a tile of Count columns.
+    template <int Count>
+    __device__ auto& panels_from(int first_panel) {
+        using Part = PanelTile<Rows, Count, T, RowBytes, StepsByXor>;
+        return reinterpret_cast<Part&>(data[first_panel]);
+    }
 };
 
 // Starts the copy of one head's rows from first_row on and columns from first_col on, to the tile's

@@ -138,6 +138,25 @@ __device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<D
     ptx::wgmma_commit();
 }
 
+// Issues o += a b. The depth, Depth, runs along the columns of a and the rows of b, as in dV += P^T
+// dO with P^T in shared memory.
+template <int Depth, int Cols, class A, class B>
+__device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<operand_t>>;
+    static_assert(B::kRowBytes == kPanelRowBytes);
+    const unsigned int a0 = depth_in_columns(a);
+    unsigned int b0 = depth_in_rows(b);
+    ptx::hold(b0);  // or each step's sum would stay in a register from tile to tile
+    hold_all(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        const unsigned long long a_k = description<A::kRowBytes>(a0 + columns_step<A>(k));
+        Product::template multiply<false, true, true>(o, a_k, description(b0 + rows_step(k)));
+    }
+    ptx::wgmma_commit();
+}
+
 // Waits for all groups but the last Pending; their results are in `values`.
 template <int Pending, int Count>
 __device__ inline void wait_product(float (&values)[Count]) {

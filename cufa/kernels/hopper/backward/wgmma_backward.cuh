@@ -78,25 +78,6 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
     ptx::wgmma_commit();
 }
 
-// Issues o += a b. The depth, Depth, runs along the columns of a and the rows of b, as in dV += P^T
-// dO with P^T in shared memory.
-template <int Depth, int Cols, class A, class B>
-__device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
-    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
-    static_assert(B::kRowBytes == kPanelRowBytes);
-    const unsigned int a0 = depth_in_columns(a);
-    unsigned int b0 = depth_in_rows(b);
-    ptx::hold(b0);  // or each step's sum would stay in a register from tile to tile
-    hold_all(o);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Depth; k += kWgmmaK) {
-        const unsigned long long a_k = description<A::kRowBytes>(a0 + columns_step<A>(k));
-        Product::template multiply<false, true, true>(o, a_k, description(b0 + rows_step(k)));
-    }
-    ptx::wgmma_commit();
-}
-
 // Stores a tile of gradients by Threads threads. It begins at key number `key` of the work's tile
 // and at head dim first_col.
 template <int TensorDims, int Threads, class Tile>

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "hopper/forward/fp8_values.cuh"
+#include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
 #include "hopper/nonfinite_elements.cuh"
 
@@ -143,8 +144,8 @@ __device__ inline void clear_nonfinite(TransposedTile<Keys, Dims>& tile, int thr
 
 // A warpgroup that computes with these values.
 template <class Self, class Smem, int Dims>
-struct TransposedConsumer : InspectedConsumer<Self, Smem, Dims> {
-    using Base = InspectedConsumer<Self, Smem, Dims>;
+struct TransposedConsumer : InspectedConsumer<ForwardConsumer<Self, Smem, Dims>> {
+    using Base = InspectedConsumer<ForwardConsumer<Self, Smem, Dims>>;
     using Base::Base;
     using Base::smem;
     using Base::v_at;

@@ -15,7 +15,12 @@
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
-constexpr int kConsumers = kBlockM / kWgmmaM;
+// Teams of warpgroups that compute for the same rows, each a part of the columns of O.
+constexpr int kTeams = kBlockM / kWgmmaM, kColumnWarpgroups = COLUMN_WARPGROUPS;
+constexpr int kConsumers = kTeams * kColumnWarpgroups;
+static_assert(kColumnWarpgroups == 1 || kTeams == 1, "columns are divided only in a small block");
+// Whether rows of V are the beginnings of those of K, so that only K is copied.
+constexpr bool kValuesInKeys = VALUES_IN_KEYS;
 // With one stage of queries, two warpgroups would wait for the next queries at the same time; of
 // three, one computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
@@ -52,8 +57,12 @@ constexpr bool kLateBlocks = kLeastQueries > 0;
 constexpr bool kAsksFirst = kLateBlocks || kPartsKeys;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
-using KeyRows = PanelTile<kBlockN, kHeadDim>;
-using ValueRows = PanelTile<kBlockN, kValueDim>;
+// The columns of O of a warpgroup. Where several share rows, they have whole panels, also of V.
+constexpr int kOwnPanels = ceil_div(ceil_div(kValueDim, kPanelCols), kColumnWarpgroups);
+constexpr int kOwnCols = kColumnWarpgroups == 1 ? kValueDim : kOwnPanels * kPanelCols;
+using ValueRows = PanelTile<kBlockN, kColumnWarpgroups * kOwnCols>;
+constexpr int kKeyCols = kValuesInKeys ? max_of(kHeadDim, kColumnWarpgroups* kOwnCols) : kHeadDim;
+using KeyRows = PanelTile<kBlockN, kKeyCols>;
 
 // Whether a head's rows may begin in the middle of a sector of the L2 cache, as they do in every
 // other head if a row is an odd number of chunks. Each panel of such a row touches one sector more
@@ -61,7 +70,8 @@ using ValueRows = PanelTile<kBlockN, kValueDim>;
 // chunk. Up to two panels this gains nothing: there, tiles have more queries and read less.
 constexpr int kSectorBytes = 32, kSectorCols = kSectorBytes / sizeof(scalar_t);
 template <int Dims>
-constexpr bool kOddRows = sizeof(scalar_t) == 2 && ceil_div(Dims, kPanelCols) > 2 &&
+constexpr bool kOddRows = kColumnWarpgroups == 1 && sizeof(scalar_t) == 2 &&
+                          ceil_div(Dims, kPanelCols) > 2 &&
                           round_up(Dims, kWgmmaK) - Dims >= kChunkCols;
 
 // The first column of a head's tiles: 0, or negative so that the tile begins with a sector. TMA
@@ -101,8 +111,8 @@ struct KeyTileRange {
 // The lengths of a tile's sequence are part of it, if they vary. Two or more warpgroups have no
 // registers for them, or four under a causal mask or a window, where each tile of scores that is
 // cut reads them again.
-constexpr bool kSharesTiles = (kPacked || kUsedKeys) && kConsumers > (kRangeMask ? 3 : 1);
-using Work = WorkTiles<kConsumers, kQueryStages, kSharesTiles>;
+constexpr bool kSharesTiles = (kPacked || kUsedKeys) && kTeams > (kRangeMask ? 3 : 1);
+using Work = WorkTiles<kTeams, kQueryStages, kSharesTiles>;
 
 using Order = TileOrder<kBlockM, kSectionBytes>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
@@ -157,13 +167,40 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
 
 using TileRing = LabelledRing<kStages>;
 
+// The tiles of values, and their ring.
+template <class Smem>
+__device__ inline auto& value_tiles(Smem& smem) {
+    if constexpr (kValuesInKeys) {
+        return smem.k;
+    } else {
+        return smem.v;
+    }
+}
+// The columns of V of which a warpgroup computes those of O.
+template <class Tile>
+__device__ inline auto& own_columns(Tile& v, int warpgroup) {
+    if constexpr (kColumnWarpgroups == 1) {
+        return v;
+    } else {
+        return v.template panels_from<kOwnCols>(warpgroup % kColumnWarpgroups * kOwnPanels);
+    }
+}
+template <class Smem>
+__device__ inline auto& value_ring(Smem& smem) {
+    if constexpr (kValuesInKeys) {
+        return smem.k_ring;
+    } else {
+        return smem.v_ring;
+    }
+}
+
 // Prepares the rings that all of these kernels have, with so many warps that read tiles of values
 // and so many helpers that follow the tiles of queries. One thread does this.
 template <class Smem>
 __device__ inline void init_rings(Smem& smem, int value_readers, int helpers) {
     smem.k_ring.init(kConsumers * kWarps);
     smem.v_ring.init(value_readers);
-    for (int w = 0; w < kConsumers; ++w) smem.q_ring[w].init(kWarps + (w == 0 ? helpers : 0));
+    for (int w = 0; w < kTeams; ++w) smem.q_ring[w].init(kWarps + (w == 0 ? helpers : 0));
     smem.helpers.init();
 }
 
@@ -192,6 +229,9 @@ enum NamedBarrier {
 __device__ inline int row_of(const WorkTile& work, int half) {
     unsigned int thread = threadIdx.x;
     ptx::hold(thread);  // or each sum would stay in a register from tile to tile
+    if constexpr (kColumnWarpgroups > 1) {
+        return work.first_row + thread % kWarpgroup / 32 * 16 + half * 8 + thread % 32 / 4;
+    }
     return work.first_row + thread / 32 * 16 - kFirstConsumer * kWgmmaM + half * 8 +
            thread % 32 / 4;
 }

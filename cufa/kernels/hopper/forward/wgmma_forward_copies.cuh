@@ -53,7 +53,7 @@ template <class Smem>
 __device__ inline void send_queries(Smem& smem, const Params& params,
                                     RingPosition<kQueryStages>& at, WorkTile work) {
 #pragma unroll 1  // a producer is short of registers
-    for (int w = 0; w < kConsumers; ++w) {
+    for (int w = 0; w < kTeams; ++w) {
         smem.q_ring[w].wait_empty(at);
         if (!starts_copies()) continue;
         smem.work.of_stage[w][at.stage] = work;
@@ -95,6 +95,17 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
         } else {
             copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key);
         }
+    }
+}
+
+// The same for a tile of values, unless it came with the keys.
+template <class Smem>
+__device__ inline void send_values(Smem& smem, RingPosition<kStages> at, const Params& params,
+                                   WorkTile work, const Sequence& sequence, const KeyPages& pages,
+                                   int first_key, int first_col, TileLabel label = {}) {
+    if constexpr (!kValuesInKeys) {
+        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, first_key, first_col,
+                  label);
     }
 }
 
@@ -146,8 +157,7 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
             send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
                       key_of(next), k_col, next.label());
         }
-        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk), v_col,
-                  walk.label());
+        send_values(smem, at, params, work, sequence, pages, key_of(walk), v_col, walk.label());
         if (!walk.at_last()) send_bias(smem, params, work, next.tile, bias_at);
         at = after;
         walk = next;
@@ -215,7 +225,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                     send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
                               key - kBlockN, k_col);
                 }
-                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key, v_col);
+                send_values(smem, at, params, work, sequence, pages, key, v_col);
                 if (tile > keys.begin) send_bias(smem, params, work, tile - 1, bias_at);
                 at = after;
                 pages = pages_after;
@@ -249,15 +259,15 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         if constexpr (kKeyMask) {
             bool first = true;
             for (bool last = keys.none(); !last; at.advance()) {
-                smem.v_ring.wait_full(at);
-                const TileLabel seen = smem.v_ring.label_at(at);
+                value_ring(smem).wait_full(at);
+                const TileLabel seen = value_ring(smem).label_at(at);
                 handle(seen.cut, first, at);
                 first = false;
                 last = seen.last;
             }
         } else {
             for (int left = keys.end - keys.begin; left > 0; --left) {
-                smem.v_ring.wait_full(at);
+                value_ring(smem).wait_full(at);
                 handle(!keys.is_whole(keys.begin + left - 1), left == keys.end - keys.begin, at);
                 at.advance();
             }

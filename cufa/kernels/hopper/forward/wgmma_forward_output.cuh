@@ -48,13 +48,14 @@ struct OutputRows {
                              const WorkTile& work, int first_col) const {
         const bool leader = threadIdx.x % kWarpgroup == 0;
         auto& rows = smem.out[warpgroup];
+        const int col = first_col + warpgroup % kColumnWarpgroups * kOwnCols;
         if (leader) ptx::wait_stores_read();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
         write_rows<Cols>(rows, values, row_of_warp());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
         const Sequence sequence = work.sequence(params.call);
-        const int row = work.first_row + warpgroup * kWgmmaM;
+        const int row = work.first_row + warpgroup / kColumnWarpgroups * kWgmmaM;
         const int before = first_col_of<kValueDim>(params.call.v, work.kv_head);
         if (before < 0 || (kPacked && row + kWgmmaM > sequence.seqlen_q)) {
             // TMA cannot store a box that begins before the first column, and would write beyond
@@ -62,17 +63,16 @@ struct OutputRows {
             using Element = typename Smem::StoredRows::Element;
             write_first_rows<kValueDim, kWarpgroup>(
                 sequence.queries<Element>(params.call.o, work.head), rows,
-                min(kWgmmaM, sequence.seqlen_q - row), row, before + first_col,
-                threadIdx.x % kWarpgroup);
+                min(kWgmmaM, sequence.seqlen_q - row), row, before + col, threadIdx.x % kWarpgroup);
         } else if (leader) {
             store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
-                       first_col);
+                       col);
         }
     }
 
     __device__ void store_lse(const RowPair& softmax, const WorkTile& work) const {
         float* lse = static_cast<float*>(params.call.lse);
-        if (!lse || threadIdx.x % 4 != 0) return;
+        if (!lse || threadIdx.x % 4 != 0 || warpgroup % kColumnWarpgroups != 0) return;
         const Sequence sequence = work.sequence(params.call);
         lse += sequence.first_row(work.head, params.call.sizes);
 #pragma unroll

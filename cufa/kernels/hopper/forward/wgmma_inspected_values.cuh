@@ -3,7 +3,6 @@
 // them.
 #pragma once
 
-#include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
 #include "hopper/nonfinite_elements.cuh"
 
@@ -31,21 +30,21 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
     const int lane = threadIdx.x % 32;
     follow_values(smem, params, [&](bool cut, bool, RingPosition<kStages> at) {
         bool found = false;
-        if (cut) found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
+        if (cut)
+            found = finds_nonfinite<kLookers>(value_tiles(smem)[at.stage], inspector * 32 + lane);
         found = __any_sync(0xffffffffu, found);
         __syncwarp();  // a vote does not order reads
         if (lane == 0) {
             smem.helpers.found[at.stage][inspector] = found;
             ptx::barrier_arrive(smem.helpers.done[at.stage]);
-            smem.v_ring.release(at);
+            value_ring(smem).release(at);
         }
     });
 }
 
-// A warpgroup that computes with these values.
-template <class Self, class Smem, int Dims>
-struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
-    using Base = ForwardConsumer<Self, Smem, Dims>;
+// A warpgroup that computes with these values, as Base does.
+template <class Base>
+struct InspectedConsumer : Base {
     using Base::Base;
     using Base::smem;
     using Base::v_at;
@@ -54,8 +53,10 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
     template <int Pending>
     __device__ void wait_output(Output& o, const WorkTile&, int) {
         wait_product<Pending>(o);
-        release_and_advance(smem.v_ring, v_at);
+        release_and_advance(value_ring(smem), v_at);
     }
+
+    static constexpr int kSums = sizeof(Output) / sizeof(float);
 
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
     // see its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of
@@ -66,22 +67,23 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
         unsigned int found = 0;
 #pragma unroll
         for (int i = 0; i < kInspectors; ++i) found |= smem.helpers.found[v_at.stage][i];
-        // All lanes must have read before one releases the stage; with several warpgroups, turns
-        // ensure it.
-        if (kConsumers == 1) __syncwarp();
+        // All lanes must have read before one releases the stage; with several teams, turns ensure
+        // it.
+        if (kTeams == 1) __syncwarp();
         if (!found) return;
 
-        auto& v = smem.v[v_at.stage];
+        auto& v = value_tiles(smem)[v_at.stage];
+        auto& own = own_columns(v, Base::warpgroup);
         const Mask mask = this->mask_of(work);
         for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!this->sees(mask, work, row_of(work, half), tile * kBlockN + key)) continue;
 #pragma unroll
-                for (int i = 2 * half; i < Dims / 2; i += 4)
+                for (int i = 2 * half; i < kSums; i += 4)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *v.at(key, i / 4 * 8 + col_of_thread() + e);
+                        const scalar_t value = *own.at(key, i / 4 * 8 + col_of_thread() + e);
                         if (!is_finite(value)) o[i + e] += to_acc(value);
                     }
             }

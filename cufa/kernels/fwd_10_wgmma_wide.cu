@@ -1,0 +1,92 @@
+// fwd_10_wgmma_wide: head dims over 256 on Hopper, and multi-head latent attention (DeepSeek-AI
+// 2024).
+//
+// Change from fwd_6_wgmma: a warpgroup has no registers for so many columns of O. Two warpgroups
+// share 64 rows, and each has half of the columns. They take turns at tiles of keys: one computes
+// scores and weights while the tensor cores are busy with products of the other, and hands the
+// weights over through shared memory (as in FlashMLA, Li and Liu 2025). Where rows of V are the
+// beginnings of those of K, only K is copied.
+//
+// Launches: clear_counts, if keys are split; fwd_10_wgmma_wide
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
+//          V in pages: (pages, page_size, kv_heads, dim)
+// Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: half of their columns
+//          of O, and the weights of every other tile of keys
+// Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
+//          its way out; the weights of a tile
+// Global   workspace: the number of tiles taken, 0 between launches; partial results of tiles whose
+//          keys are split (key_parts.cuh)
+// Needs    sm_90a; addresses and strides that are multiples of 16 bytes
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink
+#include "hopper/forward/wgmma_inspected_values.cuh"
+#include "hopper/forward/wgmma_wide_forward.cuh"
+
+template <bool InKeys>
+struct ValuesApart {
+    ValueRows v[kStages];
+};
+template <>
+struct ValuesApart<true> {};
+
+struct Smem : ValuesApart<kValuesInKeys> {
+    using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
+
+    KeyRows k[kStages];
+    union {
+        QueryRows q[kTeams][kQueryStages];
+        StoredRows out[kConsumers];
+    };
+    PanelTile<kWgmmaM, kBlockN> weights;
+    Handed handed;
+    TileRing k_ring, v_ring;  // v_ring is for values apart from the keys
+    Ring<kQueryStages> q_ring[kTeams];
+    Inspection helpers;
+    Work work;
+};
+static_assert(kQueryStages == 1, "the output's way out is through the only queries");
+
+struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
+    const Scale call_scale;
+
+    __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
+        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.scale_log2) {}
+
+    __device__ Scale scale() const { return call_scale; }
+    __device__ float softmax_scale() const { return params.call.softmax_scale; }
+    __device__ float output_scale() const { return kept_scale(params.call.features); }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    clear_counts(const __grid_constant__ Params params) {
+    clear_counts_of_parts<kOwnCols>(params);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    fwd_10_wgmma_wide(const __grid_constant__ Params params) {
+    Smem& smem = shared_memory<Smem>();
+    if (threadIdx.x == 0) {
+        prefetch_maps(params);
+        constexpr int kReaders = kConsumers * kWarps + kInspectors;
+        if (!kValuesInKeys) smem.k_ring.init(kWarps);  // of the warpgroup whose turn it is
+        value_ring(smem).init(kReaders);
+        smem.q_ring[0].init(kReaders);
+        smem.helpers.init();
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    if constexpr (kPartsKeys) ptx::wait_for_launch_before();
+
+    const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+    if (warpgroup == 0) {
+        ptx::registers_decrease<kProducerRegisters>();
+        const int inspector = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
+        if (threadIdx.x < kProducers) produce(smem, params);
+        if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
+    } else {
+        ptx::registers_increase<kConsumerRegisters>();
+        Consumer(smem, params, warpgroup - kFirstConsumer).consume();
+    }
+}

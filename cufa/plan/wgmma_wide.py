@@ -1,0 +1,157 @@
+"""The plan of `fwd_10_wgmma_wide`: head dims over 256 on Hopper."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cufa.device import Device
+from cufa.plan.choice import Cost, sizes_of
+from cufa.plan.hopper import (
+    BARRIER_BYTES,
+    PANEL_COLS,
+    SWIZZLE_BYTES,
+    WARPGROUP,
+    WGMMA_M,
+    panel_tile_bytes,
+)
+from cufa.plan.pace import Pace, memory_time
+from cufa.plan.parting import merging_time
+from cufa.plan.persistent import (
+    FINDINGS_BYTES,
+    OVERHEAD_REGISTERS,
+    START,
+    box_keys,
+    choose_persistent,
+    forward_macros,
+    launches_of_parts,
+    work_bytes,
+)
+from cufa.plan.record import Decisions, Launch, TensorBox
+from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
+from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
+
+# Keys of a tile, the most first, and the stages that copies need to be ahead, and the most that help.
+BLOCK_NS = (64, 48, 32, 16)
+LEAST_STAGES, MOST_STAGES = 2, 4
+# The most columns of the output that a warpgroup stores at once.
+MOST_STORE_COLS = 128
+# Nanoseconds of an SM of an H200 per score and dim of its two products, and per tile of queries. Small tiles
+# of keys, and those with so few stages that no copy is ahead of the products, take longer.
+OF_DIM, OF_DIM_IN_FEW_KEYS, OF_TILE = 0.00039, 0.00044, 5300
+FEW_KEYS = 32
+SUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class WideTiles(Tiles):
+    """Tiles of 64 queries, of which each warpgroup has half of the output's columns."""
+
+    column_warpgroups: ClassVar[int] = 2
+    most_parts: ClassVar[int] = 16
+
+    def own_cols(self, value_dim: int) -> int:
+        """As for `Tiles`: whole panels."""
+        return ceil_div(ceil_div(value_dim, PANEL_COLS), self.column_warpgroups) * PANEL_COLS
+
+    def misfit(self) -> str | None:
+        """As for `Tiles`."""
+        if self.block_m != WGMMA_M:
+            return f"block_m must be {WGMMA_M}"
+        if self.query_stages != 1:
+            return "query_stages must be 1"
+        if self.stages < LEAST_STAGES:
+            return f"stages must be at least {LEAST_STAGES}"
+        return super().misfit()
+
+
+def price(problem: Problem, device: Device) -> float:
+    """The estimated time of the forward in microseconds."""
+    tiles, least = _fastest_tiles(problem, device)
+    merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
+    return (START + max(least, memory_time(problem, device) + merging)) / 1000
+
+
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
+    """`fwd_10_wgmma_wide`: blocks that stay for many tiles, after `clear_counts` if keys are split."""
+    best, _ = _fastest_tiles(problem, device)
+    chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
+    sizes = chosen.tiles
+    own_cols = sizes.own_cols(problem.value_dim)
+    if own_cols % sizes.store_cols:
+        raise ValueError(
+            f"tiles {sizes}: store_cols must divide {own_cols}, a warpgroup's columns of the output"
+        )
+    main = Launch("fwd_10_wgmma_wide", grid, sizes.threads, chosen.cost.smem_bytes)
+    launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
+    keys = box_keys(problem, sizes)
+    boxes = tuple(
+        TensorBox(tensor, rows, PANEL_COLS) for tensor, rows in enumerate((WGMMA_M, keys, keys, WGMMA_M))
+    )
+    return Decisions(
+        tiles=sizes_of(sizes),
+        macros=forward_macros(problem, device, chosen, len(boxes), parted),
+        launches=launches if grid else (),
+        scratch=scratch,
+        reasons=(
+            *chosen.reasons,
+            *("values are the beginnings of keys, which alone are read",) * problem.values_in_keys,
+        ),
+        boxes=boxes,
+        parting=parted,
+    )
+
+
+@functools.lru_cache
+def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
+    """The tiles, with the parts of their keys, and their time."""
+    tiles = _largest(problem.kind, device)
+    hurried = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
+    value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
+    of_score = (problem.head_dim + value_cols) * (OF_DIM_IN_FEW_KEYS if hurried else OF_DIM)
+    paces = {tiles: Pace(of_score, OF_TILE)}
+    return fastest_in_parts(problem, device, paces, lambda *_: True, most_parts=WideTiles.most_parts)
+
+
+@functools.lru_cache
+def _largest(kind: Problem, device: Device) -> WideTiles:
+    """The largest tiles of keys that fit, and then the most stages."""
+    for block_n in BLOCK_NS:
+        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+            tiles = WideTiles(WGMMA_M, block_n, stages, 1, PANEL_COLS)
+            if _cost(kind, tiles).smem_bytes <= device.smem_per_block:
+                own_cols = tiles.own_cols(kind.value_dim)
+                return replace(tiles, store_cols=math.gcd(own_cols, MOST_STORE_COLS))
+    return WideTiles(WGMMA_M, BLOCK_NS[-1], LEAST_STAGES, 1, PANEL_COLS)
+
+
+def _cost(problem: Problem, tiles: Tiles) -> Cost:
+    own_cols = tiles.own_cols(problem.value_dim)
+    value_cols = own_cols * tiles.column_warpgroups
+    in_keys = problem.values_in_keys
+    stage_bytes = (
+        panel_tile_bytes(tiles.block_n, max(problem.head_dim, value_cols if in_keys else 0))  # K
+        + (0 if in_keys else panel_tile_bytes(tiles.block_n, value_cols))  # V
+        + 2 * 2 * BARRIER_BYTES
+        + BARRIER_BYTES
+        + FINDINGS_BYTES
+    )
+    smem_bytes = (
+        tiles.stages * stage_bytes
+        + max(
+            panel_tile_bytes(WGMMA_M, problem.head_dim),  # Q
+            tiles.consumers * panel_tile_bytes(WGMMA_M, tiles.store_cols),  # O
+        )
+        + panel_tile_bytes(WGMMA_M, tiles.block_n)  # P
+        + SUM_BYTES * (WGMMA_M + 2 * tiles.consumers * WARPGROUP)  # maxima and sums
+        + 2 * BARRIER_BYTES
+        + work_bytes(problem, tiles)
+    )
+    # S and O in float32, and P in pairs
+    registers = (tiles.block_n + own_cols) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * problem.product_dims / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

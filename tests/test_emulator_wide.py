@@ -1,0 +1,130 @@
+"""Head dims over 256 on Hopper, on the emulator: two warpgroups that share queries."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from emulator import EmulatorError, calls
+from feature_cases import draw_case, hide_nan
+from test_emulator import planted
+from tolerance import assert_attention, random_problem
+
+pytestmark = pytest.mark.emulator
+
+KERNEL = "fwd_10_wgmma_wide"
+SMALL_DEVICE = replace(calls.DEVICE, sm_count=3)
+ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
+# Dims of two halves with as many panels each, and of which one has a panel more; and few of Q and K.
+DIMS = [(512, 512), (320, 264), (40, 320)]
+
+
+def check(case, tiles=None, device=calls.DEVICE, **options):
+    """Run a case and hold it to the rule; what no row sees is NaN."""
+    hide_nan(case)
+    problem = case.problem
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            *(problem.q, problem.k, problem.v),
+            kernel=KERNEL,
+            tiles=tiles,
+            device=device,
+            **case.emulator_forward,
+            **options,
+        )
+        assert_attention(out, lse, problem, **case.forward)
+    return out
+
+
+def sizes_of(dims, heads=2, kv_heads=1):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dims[0], "head_dim_v": dims[1]}
+    return sizes | {"page_sizes": (8, 40, 64)}
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_lengths(rng, dims):
+    """No tile of keys, one, two and many: of each warpgroup as many, and of one more."""
+    for seqlen_q, seqlen_k in [(5, 0), (0, 5), (1, 1), (64, 64), (70, 100), (30, 190), (129, 400)]:
+        case = draw_case(rng, "bfloat16", (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
+        check(case, {"block_n": 32})
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(
+    "features",
+    [
+        ALL_MASKS,
+        ("causal", "softcap", "block_table"),
+        ("bias", "alibi", "dropout"),
+        ("causal", "alibi", "sink"),
+        ("window", "bias", "seqused_k"),
+    ],
+)
+def test_features(rng, dims, features):
+    for seqlen_q, seqlen_k in [(100, 300), (130, 70)]:
+        case = draw_case(rng, "float16", features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
+        check(case, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nonfinite_values_show_where_they_are_seen(rng, bad):
+    for dims in DIMS:
+        case = draw_case(rng, "bfloat16", ("causal",), seqlen_q=150, seqlen_k=150, **sizes_of(dims))
+        for column in (0, -1):
+            case.problem.v[:, 70, :, column] = bad
+        out = check(case, {"block_n": 32})
+        assert not np.isfinite(out[:, 70:, :, [0, -1]]).any()
+        assert np.isfinite(out[:, :70]).all()
+        assert np.isfinite(out[:, :, :, 1:-1]).all()
+
+
+@pytest.mark.parametrize("tiles", [{"block_n": 64, "stages": 2}, {"block_n": 32, "stages": 4}])
+@pytest.mark.parametrize("features", [(), ("causal", "softcap"), ("window", "packed"), ("seqused_k",)])
+def test_values_that_are_the_beginnings_of_keys(rng, tiles, features):
+    """With room for the next keys, and without; also a NaN that some rows see."""
+    for dims in [(576, 512), (320, 320)]:
+        case = draw_case(rng, "bfloat16", features, seqlen_q=70, seqlen_k=300, **sizes_of(dims))
+        k = case.problem.k
+        with_views = replace(case, problem=replace(case.problem, v=k[..., : dims[1]]))
+        check(with_views, tiles)
+        k.reshape(-1, dims[0])[:: k.size // dims[0] // 3, [0, -1]] = np.nan
+        check(with_views, tiles)
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_of_keys(rng, parts):
+    for features in [(), ("seqused_k",), ("causal",)]:
+        case = draw_case(rng, "float16", features, seqlen_q=100, seqlen_k=330, **sizes_of((512, 512)))
+        check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(128, 1), (70, 1), (130, 2)])
+@pytest.mark.parametrize("features", [(), ("softcap", "seqused_k"), ("causal", "block_table")])
+def test_heads_of_one_query_are_its_rows(rng, heads, kv_heads, features):
+    sizes = sizes_of((576, 512), heads, kv_heads)
+    case = draw_case(rng, "bfloat16", features, batch=2, seqlen_q=1, seqlen_k=150, **sizes)
+    check(case, device=SMALL_DEVICE)
+    check(replace(case, problem=replace(case.problem, v=case.problem.k[..., :512])), device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize("kernel", ["fwd_4_flash_v2", "fwd_5_mma", "fwd_8_split_kv"])
+def test_other_kernels_take_heads_as_rows_too(rng, kernel):
+    problem = random_problem(
+        rng, "float16", batch=2, seqlen_q=1, seqlen_k=60, heads=130, kv_heads=2, head_dim=40
+    )
+    out, lse = calls.attention(problem.q, problem.k, problem.v, causal=True, kernel=kernel)
+    assert_attention(out, lse, problem, causal=True)
+
+
+WEIGHTS_ARE_THERE = "ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + 1 - warpgroup);"
+WEIGHTS_ARE_USED = "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);"
+SUMS_ARE_THERE = "ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);"
+
+
+@pytest.mark.parametrize(
+    ("barrier", "keys"), [(WEIGHTS_ARE_THERE, 200), (WEIGHTS_ARE_USED, 200), (SUMS_ARE_THERE, 30)]
+)
+def test_each_barrier_is_needed(rng, tmp_path, barrier, keys):
+    folder = planted(tmp_path, "wgmma_wide_forward.cuh", barrier, "")
+    case = draw_case(rng, "float16", (), seqlen_q=300, seqlen_k=keys, **sizes_of((512, 512)))
+    with pytest.raises(EmulatorError, match=r"race|no thread has written"):
+        check(case, device=SMALL_DEVICE, folder=folder)

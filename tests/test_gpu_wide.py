@@ -1,0 +1,100 @@
+"""Head dims over 256 on a Hopper GPU: repeats, parts of keys, values in keys, heads as queries."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, hide_nan, in_pages
+from gpu_calls import check_forward, on_gpu, skip_unless_it_runs_here, tensors
+from tolerance import assert_attention
+
+import cufa
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "fwd_10_wgmma_wide"
+REPEATS = 1000
+
+
+@pytest.fixture(autouse=True)
+def of_hopper():
+    skip_unless_it_runs_here(KERNEL)
+
+
+def draw(rng, features, dtype="bfloat16", seqlen_q=1000, seqlen_k=1000, dims=(512, 512), **sizes):
+    dims_and_heads = {"heads": 4, "kv_heads": 2, "head_dim": dims[0], "head_dim_v": dims[1]} | sizes
+    case = draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dims_and_heads)
+    hide_nan(case)
+    return case
+
+
+@pytest.mark.parametrize(("dims", "features"), [((512, 512), ("causal",)), ((320, 320), ())])
+def test_every_repeat_gives_the_same_bits(cupy, rng, dims, features):
+    case = draw(rng, features, batch=2, seqlen_k=1300, dims=dims)
+    q, k, v, _ = tensors(cupy, case)
+    first = cufa.attention(q, k, v, **case.forward, return_lse=True, kernel=KERNEL)
+    same = cupy.ones((), bool)
+    for _ in range(REPEATS):
+        again = cufa.attention(q, k, v, **case.forward, return_lse=True, kernel=KERNEL)
+        for one, other in zip(first, again, strict=True):
+            same &= (one == other).all()
+    assert same
+
+
+@pytest.mark.parametrize(("parts", "features"), [(3, ("seqused_k",)), (16, ("causal", "softcap"))])
+def test_parts_of_keys(cupy, rng, parts, features):
+    case = draw(rng, features, seqlen_q=300, seqlen_k=3000)
+    check_forward(cupy, case, kernel=KERNEL, tiles={"parts": parts})
+
+
+@pytest.mark.parametrize(
+    ("dims", "features"),
+    [
+        ((576, 512), ("causal", "sink")),
+        ((576, 512), ("block_table", "causal")),
+        ((320, 320), ("window", "packed")),
+    ],
+)
+def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
+    sizes = {"heads": 4, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    lengths = {"seqlen_q": 200, "seqlen_k": 900, "page_sizes": HOPPER_PAGE_SIZES}
+    case = draw_case(rng, "bfloat16", features, **sizes, **lengths)
+    hide_nan(case)
+    case = replace(case, problem=replace(case.problem, v=case.problem.k[..., : dims[1]]))
+    q, k, _, _ = tensors(cupy, case)
+    options = on_gpu(cupy, case.forward)
+    for v in (k[..., : dims[1]], k[..., : dims[1]].copy()):
+        out, lse = cufa.attention(q, k, v, **options, return_lse=True, kernel=KERNEL)
+        with np.errstate(invalid="ignore"):
+            assert_attention(out.get(), lse.get(), case.problem, **case.forward)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "features"),
+    [(3, 128, 1, ()), (2, 140, 2, ("softcap", "seqused_k"))],
+)
+def test_heads_of_one_query_are_its_rows(cupy, rng, batch, heads, kv_heads, features):
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    case = draw(rng, features, seqlen_q=1, seqlen_k=200, dims=(576, 512), **sizes)
+    check_forward(cupy, case, kernel=KERNEL)
+    in_latents = replace(case, problem=replace(case.problem, v=case.problem.k[..., :512]))
+    check_forward(cupy, in_pages(rng, in_latents, 64), kernel=KERNEL)
+    q, k, *_ = tensors(cupy, in_latents)
+    options = on_gpu(cupy, case.forward)
+    out, lse = cufa.attention(q, k, k[..., :512], **options, return_lse=True, kernel=KERNEL)
+    assert_attention(out.get(), lse.get(), in_latents.problem, **case.forward)
+
+
+def test_heads_of_one_query_in_other_layouts(cupy, rng):
+    """Heads that are apart, and each other's neighbours in memory."""
+    case = draw(rng, (), seqlen_q=1, seqlen_k=500, heads=130, kv_heads=2, dims=(72, 72))
+    q, k, v, _ = tensors(cupy, case)
+    apart = cupy.zeros((*q.shape[:3], 90), q.dtype)[..., :72]
+    apart[...] = q
+    turned = cupy.ascontiguousarray(q.transpose(2, 0, 1, 3)).transpose(1, 2, 0, 3)
+    for each in (apart, turned):
+        out, lse = cufa.attention(each, k, v, return_lse=True)
+        assert_attention(out.get(), lse.get(), case.problem)
+    heads_first = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    out, lse = cufa.attention(*heads_first, layout="bhsd", return_lse=True)
+    assert_attention(out.transpose(0, 2, 1, 3).get(), lse.get(), case.problem)

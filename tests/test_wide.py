@@ -1,0 +1,146 @@
+"""Head dims over 256 on Hopper: plans, and what the compiler makes of the kernel. None of it needs a GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cufa
+from cufa import jit
+from cufa.device import Device
+from cufa.kernels import KERNELS
+from cufa.plan import make_plan
+from cufa.plan.rungs import PRICES
+from cufa.problem import HEADS_OF_TILE, Features, Problem
+from cufa.tensor_layout import layout_of, with_heads_as_rows
+
+H200 = Device.of("sm_90a")
+NAME = "fwd_10_wgmma_wide"
+# Multi-head latent attention, whose values are the beginnings of keys.
+LATENT = Problem("forward", "bfloat16", 32, 1, 8192, 128, 1, 576, 512, values_in_keys=True)
+FEATURES = {
+    "nothing": Features(),
+    "window": Features(window=(100, 0)),
+    "softcap and alibi": Features(softcap=True, alibi=True),
+    "bias": Features(bias=(2, 8, 4096, 4096), bias_dtype="float32"),
+    "dropout and sink": Features(dropout=True, sink=True),
+    "packed": Features(packed=True),
+    "pages": Features(page_size=16, seqused_k=True),
+}
+
+
+def problem(head_dim=512, value_dim=None, causal=False, seqlen=4096, heads=(8, 8), features=None):
+    return Problem(
+        *("forward", "bfloat16", 2, seqlen, seqlen, *heads, head_dim, value_dim or head_dim, causal),
+        features=features or Features(),
+    )
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize(("dims", "causal"), [((512, 512), True), ((320, 320), False), ((64, 512), True)])
+def test_no_spill_and_no_product_in_series(features, dims, causal):
+    call = problem(*dims, causal and features != "window", features=FEATURES[features])
+    assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("features", ["nothing", "pages"])
+def test_no_spill_of_latent_attention(features, parts):
+    call = replace(LATENT.with_heads_as_rows, features=FEATURES[features])
+    assert jit.build(make_plan(call, H200, NAME, {"parts": parts}).variant).warnings == ()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 257), (264, 8), (8, 264), (576, 512), (384, 448)])
+def test_any_dims_fit(head_dim, value_dim):
+    for features in FEATURES.values():
+        plan = make_plan(problem(head_dim, value_dim, features=features), H200, NAME)
+        assert plan.launches[0].smem_bytes <= H200.smem_per_block
+        assert set(jit.build(plan.variant).resources) == set(KERNELS[NAME].entries)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (problem(512), NAME),
+        (problem(320, causal=True, heads=(8, 2)), NAME),
+        (problem(256), "fwd_6_wgmma"),
+        (problem(512, features=Features(mask=(1, 1, 1, 4096))), "fwd_5_mma"),
+        (replace(problem(512), align_bytes=8), "fwd_5_mma"),
+        (replace(problem(512, heads=(8, 1)), seqlen_q=1), "fwd_8_split_kv"),
+        (LATENT.with_heads_as_rows, NAME),
+        (replace(LATENT, heads=16), "fwd_8_split_kv"),
+        (replace(LATENT, batch=1).with_heads_as_rows, "fwd_8_split_kv"),
+    ],
+)
+def test_which_calls_it_gets(call, kernel):
+    assert make_plan(call, H200).kernel == kernel
+
+
+def test_keys_are_read_once_if_values_are_in_them():
+    apart = replace(LATENT, values_in_keys=False).with_heads_as_rows
+    plans = [make_plan(call, H200, NAME) for call in (LATENT.with_heads_as_rows, apart)]
+    assert [plan.tiles["block_n"] for plan in plans] == [64, 32]
+    assert "values are the beginnings of keys, which alone are read" in str(plans[0])
+    prices = [PRICES[NAME](call, H200) for call in (LATENT.with_heads_as_rows, apart)]
+    assert prices[0] <= prices[1]
+
+
+def test_tiles_that_it_cannot_have():
+    for tiles, message in [
+        ({"block_m": 128}, "block_m must be 64"),
+        ({"query_stages": 2}, "query_stages must be 1"),
+        ({"stages": 1}, "stages must be at least 2"),
+        ({"parts": 17}, "parts must be 1 to 16"),
+        ({"block_n": 48}, "232,448 bytes"),
+        ({"store_cols": 192}, "store_cols must divide 256"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_plan(problem(512), H200, NAME, tiles)
+
+
+# ---- heads as queries ----
+
+
+def test_heads_of_one_query_are_its_rows():
+    turned = LATENT.with_heads_as_rows
+    assert (turned.seqlen_q, turned.heads, turned.kv_heads) == (128, 1, 1)
+    assert (turned.flops, turned.heads_as_rows) == (LATENT.flops, True)
+    assert turned.with_heads_as_rows is turned
+    assert turned.kind == LATENT.kind
+    in_groups = replace(LATENT, heads=2 * HEADS_OF_TILE, kv_heads=2, causal=True).with_heads_as_rows
+    assert (in_groups.seqlen_q, in_groups.heads, in_groups.causal) == (HEADS_OF_TILE, 2, False)
+    used = replace(LATENT, features=Features(seqused_k=True, softcap=True, page_size=16))
+    assert used.with_heads_as_rows.heads_as_rows
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seqlen_q": 2},
+        {"heads": HEADS_OF_TILE - 1},
+        {"features": Features(sink=True)},
+        {"features": Features(window=(10, 0))},
+        {"features": Features(packed=True)},
+        {"direction": "backward"},
+        {"heads": 0, "kv_heads": 0},
+    ],
+)
+def test_heads_that_are_not(other):
+    call = replace(LATENT, **other)
+    assert call.with_heads_as_rows is call
+
+
+def test_the_layout_of_heads_as_rows():
+    storage = ((3, 1, 130, 64), (1000 * 130, 7, 1000, 2))
+    layout = layout_of((storage,) * 4, 2, (0, 1, 2))
+    turned = with_heads_as_rows(layout, 65)
+    (_, batch, row, head), keys = layout.places[:4], layout.places[4:12]
+    assert turned.places[:4] == turned.places[12:] == (0, batch, head, 65 * head)
+    assert (row, turned.places[4:12]) == (0, keys)
+
+
+def test_the_plan_says_so():
+    q, k = (np.empty((2, n, heads, 576), np.float16) for n, heads in ((1, 128), (8192, 1)))
+    plan = cufa.plan(q, k, k[..., :512], arch="sm_90a")
+    assert plan.kernel == NAME
+    assert "seqlen 128 x 8192, heads 1, head dim 576/512, values in keys, heads as queries" in str(plan)

@@ -43,6 +43,7 @@ SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
+WIDE_RECORD = ROOT / "benchmarks" / "wide.json"
 PACKED_RECORD = ROOT / "benchmarks" / "packed.json"
 WINDOWS_RECORD = ROOT / "benchmarks" / "windows.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
@@ -696,6 +697,32 @@ def shapes(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def wide(record: Row) -> str:
+    """How fast the forward is with head dims over 256, case by case."""
+    points = record["points"]
+    peers = list(dict.fromkeys(name for point in points for name in point["seconds"] if name != "cufa"))
+    lines = [
+        (
+            f"{point['head_dim']}{', causal' * point['causal']}, {record['tokens'] // point['seqlen']} x "
+            f"{point['seqlen']:,}",
+            duration(point["seconds"]["cufa"]),
+            f"{point['flops'] / point['seconds']['cufa'] / 1e12:.0f}",
+            *(times_as_fast(point, name) for name in peers),
+        )
+        for point in points
+    ]
+    header = ("head dim, batch x length", "forward", "TFLOP/s", *(f"x {called(name)}" for name in peers))
+    means = " and ".join(
+        f"{mean_speedup(name, points):.2f} times as fast as {called(name)}" for name in peers
+    )
+    caption = (
+        f"{record['heads']} heads and {record['kv_heads']} KV heads, in {record['dtype']}. Geometric means: "
+        f"cufa is {means}. Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
+        f"{record['torch']}, {record['date']}, by `scripts/bench_wide.py` ([wide.json](wide.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
 def columns_of(directions: Sequence[str], names: Sequence[str]) -> list[str]:
     """Of each direction: its time, and what it is compared with."""
     return [column for way in directions for column in (way, *(f"x {called(name)}" for name in names))]
@@ -1011,6 +1038,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "flex": (flex, (FLEX_RECORD,)),
         "bias": (bias, (BIAS_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
+        "wide": (wide, (WIDE_RECORD,)),
         "packed": (packed, (PACKED_RECORD,)),
         "windows": (windows, (WINDOWS_RECORD,)),
         "install": (install, (INSTALL_RECORD,)),

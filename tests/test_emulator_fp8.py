@@ -255,7 +255,7 @@ PLANTED = {
     ),
     "values turned before they are there": (
         "wgmma_forward_copies.cuh",
-        "smem.v_ring.wait_full(at); handle(!keys",
+        "value_ring(smem).wait_full(at); handle(!keys",
         "handle(!keys",
         r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",
     ),
@@ -288,7 +288,7 @@ def test_rows_that_see_few_keys_at_first_need_not_raise_their_maxima(rng, tmp_pa
 TRANSPOSED_PLANTED = {
     "values looked at before they are there": (
         "wgmma_forward_copies.cuh",
-        "smem.v_ring.wait_full(at); handle(!keys",
+        "value_ring(smem).wait_full(at); handle(!keys",
         "handle(!keys",
         r"race: reads \d+ bytes of shared memory",
     ),

@@ -31,14 +31,24 @@ struct ValuesApart {
 template <>
 struct ValuesApart<true> {};
 
-struct Smem : ValuesApart<kValuesInKeys> {
-    using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
-
-    KeyRows k[kStages];
+using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
+template <bool Apart>
+struct QueriesAndOutput {
+    QueryRows q[kTeams][kQueryStages];
+    StoredRows out[kConsumers];
+};
+template <>
+struct QueriesAndOutput<false> {
     union {
         QueryRows q[kTeams][kQueryStages];
         StoredRows out[kConsumers];
     };
+};
+
+struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
+    using StoredRows = ::StoredRows;
+
+    KeyRows k[kStages];
     PanelTile<kWgmmaM, kBlockN> weights;
     Handed handed;
     TileRing k_ring, v_ring;  // v_ring is for values apart from the keys
@@ -46,7 +56,7 @@ struct Smem : ValuesApart<kValuesInKeys> {
     Inspection helpers;
     Work work;
 };
-static_assert(kQueryStages == 1, "the output's way out is through the only queries");
+static_assert(kQueryStages == 1, "there is room for one tile of queries");
 
 struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     const Scale call_scale;

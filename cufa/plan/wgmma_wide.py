@@ -38,7 +38,7 @@ from cufa.rounding import ceil_div, round_up
 # Keys of a tile, the most first, and the stages that copies need to be ahead, and the most that help.
 BLOCK_NS = (64, 48, 32, 16)
 LEAST_STAGES, MOST_STAGES = 2, 4
-# The most columns of the output that a warpgroup stores at once.
+# The most columns of the output that a warpgroup stores at once, in the place of the queries.
 MOST_STORE_COLS = 128
 # Nanoseconds of an SM of an H200 per score and dim of its two products, and per tile of queries. Small tiles
 # of keys, and those with so few stages that no copy is ahead of the products, take longer.
@@ -79,7 +79,7 @@ def price(problem: Problem, device: Device) -> float:
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_10_wgmma_wide`: blocks that stay for many tiles, after `clear_counts` if keys are split."""
     best, _ = _fastest_tiles(problem, device)
-    chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
+    chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))
     sizes = chosen.tiles
     own_cols = sizes.own_cols(problem.value_dim)
     if own_cols % sizes.store_cols:
@@ -94,7 +94,10 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     )
     return Decisions(
         tiles=sizes_of(sizes),
-        macros=forward_macros(problem, device, chosen, len(boxes), parted),
+        macros=(
+            *forward_macros(problem, device, chosen, len(boxes), parted),
+            ("OUTPUT_APART", _has_output_apart(problem, device, sizes)),
+        ),
         launches=launches if grid else (),
         scratch=scratch,
         reasons=(
@@ -123,35 +126,43 @@ def _largest(kind: Problem, device: Device) -> WideTiles:
     for block_n in BLOCK_NS:
         for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
             tiles = WideTiles(WGMMA_M, block_n, stages, 1, PANEL_COLS)
-            if _cost(kind, tiles).smem_bytes <= device.smem_per_block:
+            if _smem_bytes(kind, tiles, output_apart=False) <= device.smem_per_block:
                 own_cols = tiles.own_cols(kind.value_dim)
-                return replace(tiles, store_cols=math.gcd(own_cols, MOST_STORE_COLS))
+                wider = replace(tiles, store_cols=math.gcd(own_cols, MOST_STORE_COLS))
+                return tiles if _has_output_apart(kind, device, tiles) else wider
     return WideTiles(WGMMA_M, BLOCK_NS[-1], LEAST_STAGES, 1, PANEL_COLS)
 
 
-def _cost(problem: Problem, tiles: Tiles) -> Cost:
+def _cost(device: Device, problem: Problem, tiles: Tiles) -> Cost:
+    # S and O in float32, and P in pairs
     own_cols = tiles.own_cols(problem.value_dim)
-    value_cols = own_cols * tiles.column_warpgroups
+    registers = (tiles.block_n + own_cols) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * problem.product_dims / tiles.threads
+    return Cost(_smem_bytes(problem, tiles, _has_output_apart(problem, device, tiles)), registers, work)
+
+
+def _has_output_apart(problem: Problem, device: Device, tiles: Tiles) -> bool:
+    """Whether there is room for the output on its way out beside the queries."""
+    return _smem_bytes(problem, tiles, output_apart=True) <= device.smem_per_block
+
+
+def _smem_bytes(problem: Problem, tiles: Tiles, output_apart: bool) -> int:
+    value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
     in_keys = problem.values_in_keys
     stage_bytes = (
         panel_tile_bytes(tiles.block_n, max(problem.head_dim, value_cols if in_keys else 0))  # K
         + (0 if in_keys else panel_tile_bytes(tiles.block_n, value_cols))  # V
-        + 2 * 2 * BARRIER_BYTES
-        + BARRIER_BYTES
+        + 5 * BARRIER_BYTES
         + FINDINGS_BYTES
     )
+    of_queries = panel_tile_bytes(WGMMA_M, problem.head_dim)
+    of_output = tiles.consumers * panel_tile_bytes(WGMMA_M, tiles.store_cols)
     smem_bytes = (
         tiles.stages * stage_bytes
-        + max(
-            panel_tile_bytes(WGMMA_M, problem.head_dim),  # Q
-            tiles.consumers * panel_tile_bytes(WGMMA_M, tiles.store_cols),  # O
-        )
+        + (of_queries + of_output if output_apart else max(of_queries, of_output))
         + panel_tile_bytes(WGMMA_M, tiles.block_n)  # P
         + SUM_BYTES * (WGMMA_M + 2 * tiles.consumers * WARPGROUP)  # maxima and sums
         + 2 * BARRIER_BYTES
         + work_bytes(problem, tiles)
     )
-    # S and O in float32, and P in pairs
-    registers = (tiles.block_n + own_cols) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
-    work = tiles.block_m * tiles.block_n * problem.product_dims / tiles.threads
-    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)
+    return round_up(smem_bytes, SWIZZLE_BYTES)

@@ -18,6 +18,10 @@ struct Handed {
 // also values have no room for the next keys then.
 constexpr bool kScoresFirst = !kValuesInKeys || kStages > 2;
 
+// Whether the output has a way out of its own. Else it is through the place of the queries, and the
+// next queries come only once it is stored.
+constexpr bool kOutputApart = OUTPUT_APART;
+
 // A consumer. What `Self` has is listed at ForwardScores and ForwardConsumer: take_out_nonfinite.
 template <class Self, class Smem>
 struct WideConsumer : ForwardScores<Self, Smem> {
@@ -45,35 +49,38 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         for (;;) {
             smem.q_ring[0].wait_full(q_at);
             const WorkTile work = smem.work.of_stage[0][q_at.stage];
-            if (!__any_sync(0xffffffffu, work.exists())) return;
+            if (!__any_sync(0xffffffffu, work.exists())) break;
             Output o = {};
             RowPair softmax;
             const KeyRange keys = key_tiles_of(params.call, work);
             if constexpr (kAlibi) take_slope(work);
             attend_to_all(o, softmax, work, keys);
+            if (kOutputApart) release(smem.q_ring[0], q_at);
             share_sums(softmax);
             if (joins_parts(o, softmax, work)) store(o, softmax, work);
-            // The output is on its way from where the queries were.
-            if (threadIdx.x % kWarpgroup == 0) ptx::wait_stores_read();
-            release(smem.q_ring[0], q_at);
+            if (!kOutputApart) {
+                if (threadIdx.x % kWarpgroup == 0) ptx::wait_stores_read();
+                release(smem.q_ring[0], q_at);
+            }
             q_at.advance();
         }
+        ptx::wait_stores_read();
     }
 
     // Computes the weights of every other tile of keys, and the output of all.
     __device__ void attend_to_all(Output& o, RowPair& softmax, const WorkTile& work,
                                   const KeyRange& keys) {
         const auto cut = [&](int tile) { return !keys.is_whole(tile); };
-        int tile = keys.end - 1;
-        if (warpgroup == 1 && !keys.none()) {
-            k_at.advance();
-            add_others(o, softmax, work, tile, cut(tile));
+        int tile = keys.end - 1 - warpgroup;
+        if (warpgroup == 1 && !keys.none()) k_at.advance();
+        const bool only_others = tile + 1 == keys.begin;
+        if (warpgroup == 1 && (kScoresFirst ? only_others : tile + 1 >= keys.begin)) {
+            add_others(o, softmax, work, tile + 1, cut(tile + 1));
             wait_output<0>(o);
-            --tile;
         }
         if (tile >= keys.begin) {
             Weights p;
-            first_weights(o, p, softmax, work, tile, cut(tile));
+            first_weights(o, p, softmax, work, tile, cut(tile), cut(tile + 1));
             for (; tile - 2 >= keys.begin; tile -= 2) {
                 add_own(o, p, work, tile, cut(tile));
                 attend(o, p, softmax, work, tile - 2, cut(tile - 2), cut(tile - 1));
@@ -89,12 +96,17 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         k_at = v_at;
     }
 
-    // The weights of a warpgroup's first tile.
+    // The weights of a warpgroup's first tile. The second warpgroup also adds the output of the
+    // tile before, unless it has done so already.
     __device__ void first_weights(Output& o, Weights& p, RowPair& softmax, const WorkTile& work,
-                                  int tile, bool cut) {
+                                  int tile, bool cut, bool other_cut) {
         Scores s;
         float shrink[2];
         issue_scores(s);
+        if (kScoresFirst && warpgroup == 1) {
+            add_others(o, softmax, work, tile + 1, other_cut);
+            wait_output<0>(o);
+        }
         wait_scores<0>(s);
         const bool raised = weigh(p, softmax, s, shrink, work, tile, cut);
         hand_over(p, softmax);
@@ -188,11 +200,11 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + warpgroup);
     }
 
-    // Adds the other warpgroup's sums of weights. All products with the queries are done then. The
-    // next queries come only after both have read the sums.
+    // Adds the other warpgroup's sums of weights. All products with the queries are done then.
     __device__ void share_sums(RowPair& softmax) {
         const int thread = threadIdx.x % kWarpgroup;
         auto& sums = smem.handed.sums;
+        if (kOutputApart) ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);  // were read
 #pragma unroll
         for (int half = 0; half < 2; ++half) sums[warpgroup][half][thread] = softmax.rows[half].sum;
         ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);

@@ -200,15 +200,19 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: InPlace 
         check_written(adopted, tuple(outputs), in_place)
 
 
-def check_written(adopted: Adopted, outputs: tuple[str, ...], in_place: InPlace = frozenset()) -> None:
+def check_written(
+    adopted: Adopted,
+    outputs: tuple[str, ...],
+    in_place: InPlace = frozenset(),
+    instead: str = "take what is returned",
+) -> None:
     """Check that outputs lie apart from themselves and other arrays, in memory that may be written.
 
-    Raises ValueError, as `check_apart` does, and TypeError for a library whose arrays never change.
+    Raises ValueError, as `check_apart` does, and TypeError for a library whose arrays never change, with what
+    to do `instead`.
     """
     if not adopted.writeable:
-        raise TypeError(
-            f"{outputs[0]} is from a library whose arrays cannot be written; take what is returned"
-        )
+        raise TypeError(f"{outputs[0]} is from a library whose arrays cannot be written; {instead}")
     _check_apart(adopted.described, tuple(adopted.addresses.values()), outputs, in_place)
 
 
@@ -391,10 +395,21 @@ def contiguous(array: Any) -> Any:
     return sys.modules["cupy"].ascontiguousarray(as_bytes(array)).view(array.dtype)
 
 
+def _is_traced(array: Any) -> bool:
+    """Whether it stands for an array while JAX records what is done with it."""
+    kind = type(array)
+    return kind.__module__.partition(".")[0] in _IMMUTABLE and kind.__name__.endswith("Tracer")
+
+
 def check_same_kind(named: Mapping[str, Any]) -> None:
     """Raise TypeError, naming it, for anything that is not an array or not from the first one's library."""
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+            if _is_traced(array):
+                raise TypeError(
+                    f"{name} is an array that JAX traces, as jit, vmap and grad do, and cufa needs its "
+                    "elements; call it outside of these, or by jax.pure_callback"
+                )
             raise TypeError(
                 f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )

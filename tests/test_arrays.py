@@ -381,6 +381,15 @@ def test_an_array_whose_library_cannot_take_results(module: str, monkeypatch: py
         adopt({"q": DLPackArray(some_array())}, None)
 
 
+def test_an_array_that_jax_traces() -> None:
+    class DynamicJaxprTracer:
+        __module__ = "jax._src.interpreters.partial_eval"
+
+    expected = r"^q is an array that JAX traces, as jit, vmap and grad do, .* or by jax.pure_callback$"
+    with pytest.raises(TypeError, match=expected):
+        adopt({"q": DynamicJaxprTracer()}, None)
+
+
 def test_an_array_api_library_without_dlpack() -> None:
     class Half(DLPackArray):
         def __array_namespace__(self) -> Any:

@@ -861,10 +861,26 @@ def test_arrays_that_never_change_are_no_cache_to_write(rng):
     q, k_cache, v_cache = draw(rng, 3, 9)
     _, k, v = draw(rng, 3, 2)
     before = k_cache.copy(), v_cache.copy()
-    message = "^k_cache is from a library whose arrays cannot be written; take what is returned$"
+    message = "^k_cache is from a library whose arrays cannot be written; write the new keys and values to "
     with pytest.raises(TypeError, match=message):
         compat.flash_attn_with_kvcache(*map(ImmutableTensor, (q, k_cache, v_cache, k, v)), cache_seqlens=3)
     np.testing.assert_array_equal((k_cache, v_cache), before)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_cache_with_room_for_more_sequences(rng, adds):
+    """Those of q are its first ones; the others are neither read nor written."""
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    new = draw(rng, 3, 2)[1:] if adds else ()
+    larger = [np.concatenate((x, np.full_like(x, np.nan))) for x in (k_cache, v_cache)]
+    options = {"cache_seqlens": 5, "causal": True, "return_softmax_lse": True}
+    expected = compat.flash_attn_with_kvcache(q, k_cache, v_cache, *new, **options)
+    actual = compat.flash_attn_with_kvcache(q, *larger, *new, **options)
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for cache, same in zip(larger, (k_cache, v_cache), strict=True):
+        np.testing.assert_array_equal(cache[: len(same)], same)
+        assert np.isnan(cache[len(same) :]).all()
 
 
 class StandardTensor(Tensor):

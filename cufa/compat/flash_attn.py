@@ -36,10 +36,12 @@ def flash_attn_func(
     """Compute attention with the arguments of flash-attn's function of this name (flash-attn 2.8).
 
     Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
-    generator; `deterministic` only concerns gradients and has no effect here; the LSE of a row that sees no
-    key is -inf, in flash-attn inf. With dropout, `return_attn_probs` returns the probabilities as
-    `cufa.attention` defines them, without flash-attn's signs; without dropout it returns None, and flash-attn
-    an empty array. Head dims and dtypes are cufa's.
+    generator: without a new one in every call, each drops the same elements. `deterministic` only concerns
+    gradients and has no effect here. The LSE of a row that sees no key is -inf, in flash-attn inf. With
+    `alibi_slopes` and `causal`, flash-attn's LSE is larger by slope * (i + seqlen_k - seqlen_q) in row i.
+    With dropout, `return_attn_probs` returns the probabilities as `cufa.attention` defines them, without
+    flash-attn's signs; without dropout it returns None, and flash-attn an empty array. Head dims and dtypes
+    are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).

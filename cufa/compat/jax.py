@@ -48,7 +48,8 @@ def dot_product_attention(
     the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: arrays must have 4 axes; a row that sees no key has output 0, while JAX without cuDNN returns
-    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is ignored.
+    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is ignored. It cannot be
+    called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).

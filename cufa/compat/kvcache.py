@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -77,9 +77,9 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
-            head_dim). With k, it must be writable and must not overlap another array: write rows to a cache
-            of which v_cache is a part, as in multi-head latent attention, before the call.
+        k_cache: (batch or more, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size,
+            kv_heads, head_dim). With k, it must be writable and must not overlap another array: write rows to
+            a cache of which v_cache is a part, as in multi-head latent attention, before the call.
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
         v: the same for v_cache; required with k.
@@ -122,6 +122,8 @@ def flash_attn_with_kvcache(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     check_descales(**descales)
     held = _number_of(cache_seqlens) if isinstance(cache_seqlens, Real) else cache_seqlens
+    if cache_batch_idx is None and block_table is None:
+        k_cache, v_cache = _first_entries(k_cache, q), _first_entries(v_cache, q)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | given(
         k=k,
         v=v,
@@ -172,7 +174,11 @@ def flash_attn_with_kvcache(
         return attention_as(names, q, k_cache, v_cache, **side, **options)
 
     _check_new(arrays, held, batch, room)
-    check_written(adopted, ("k_cache", "v_cache"))
+    check_written(
+        adopted,
+        ("k_cache", "v_cache"),
+        instead="write the new keys and values to a cache of your own, and call without k and v",
+    )
     in_turn = causal or check_window(window_size, "window_size") != (None, None)
     if is_rotated:
         _check_angles(rotary_cos, held, max(q.shape[1] if in_turn else 1, k.shape[1]))
@@ -184,6 +190,15 @@ def flash_attn_with_kvcache(
         _check_apart(has, table, held, k.shape[1], k_cache.shape[1])
     new.write()
     return attention_as(names, new.q, k_cache, v_cache, **side, **options)
+
+
+def _first_entries(cache: Any, q: Any) -> Any:
+    """The entries of a cache for the sequences of q, if it has more. What is wrong is left to checks."""
+    of_cache: Sequence[int] = getattr(cache, "shape", ())
+    of_queries: Sequence[int] = getattr(q, "shape", ())
+    if len(of_cache) != 4 or len(of_queries) != 4 or of_cache[0] <= of_queries[0]:
+        return cache
+    return cache[: of_queries[0], ...]
 
 
 def _number_of(cache_seqlens: Real) -> int:

@@ -48,7 +48,8 @@ def scaled_dot_product_attention(
         1 1 0 0 0         1 1 1 1 1
 
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
-    axes; `seed`, `offset` and `return_lse` are cufa's.
+    axes; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset in every call, each drops
+    the same elements.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).

@@ -14,6 +14,7 @@ compiler, CUFA_EMULATOR_CACHE another folder for what is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -237,8 +238,9 @@ def _cache() -> Path:
     folder = Path(given).resolve() if given else _HERE.parents[1] / ".pytest_cache" / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
-        if file.is_file() and time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            if file.is_file() and time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
+                file.unlink()
     return folder
 
 
@@ -246,8 +248,8 @@ def _cached(name: str, inputs: object, make: Callable[[Path], None]) -> Path:
     """The file that make(path) makes of these inputs, made at most once; safe for several processes."""
     key = hashlib.sha256(repr((_version(_compiler()), inputs)).encode()).hexdigest()[:32]
     path = _cache() / f"{key}-{name}"
-    if path.exists():
-        path.touch()
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path)
         return path
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         made = Path(temporary) / name

@@ -43,7 +43,7 @@ from cufa.plan.companions import (
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT
 from cufa.plan.sizes import params_bytes
-from cufa.tensor_layout import Layout, Region
+from cufa.tensor_layout import Layout, Region, with_queries_as_heads
 from cufa.tensor_maps import Encoder
 
 # Kernels must request more dynamic shared memory than this explicitly (CUDA C++ Programming Guide, "Shared
@@ -100,6 +100,8 @@ class Executable:
 
         The packed tensors of many calls are cached.
         """
+        if self.plan.problem.queries_as_heads:
+            layout = with_queries_as_heads(layout)
 
         def pack(addresses: tuple[int, ...]) -> tuple[bytes, ...]:
             of_bias: list[int] = []

@@ -106,6 +106,23 @@ def test_heads_of_one_query_are_its_rows(rng, heads, kv_heads, features):
     check(replace(case, problem=replace(case.problem, v=case.problem.k[..., :512])), device=SMALL_DEVICE)
 
 
+@pytest.mark.parametrize(
+    "features", [(), ("causal",), ("causal", "softcap", "seqused_k"), ("causal", "block_table")]
+)
+@pytest.mark.parametrize(("heads", "seqlen_q", "seqlen_k"), [(128, 2, 150), (70, 5, 64), (64, 3, 2)])
+def test_heads_of_a_few_queries_are_rows(rng, features, heads, seqlen_q, seqlen_k):
+    """And queries are heads, of which each sees as many keys as the causal mask shows to it."""
+    sizes = sizes_of((320, 256), heads, 1)
+    case = draw_case(rng, "bfloat16", features, batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes)
+    check(case, device=SMALL_DEVICE)
+    if "block_table" not in features:
+        case.problem.k[:, -1] = np.nan
+        case = replace(case, problem=replace(case.problem, v=case.problem.k[..., :256]))
+        check(case, device=SMALL_DEVICE)
+    if "seqused_k" not in features and seqlen_k > 100:
+        check(case, {"parts": 2}, device=SMALL_DEVICE)
+
+
 @pytest.mark.parametrize("kernel", ["fwd_4_flash_v2", "fwd_5_mma", "fwd_8_split_kv"])
 def test_other_kernels_take_heads_as_rows_too(rng, kernel):
     problem = random_problem(

@@ -85,6 +85,20 @@ def test_heads_of_one_query_are_its_rows(cupy, rng, batch, heads, kv_heads, feat
     assert_attention(out.get(), lse.get(), in_latents.problem, **case.forward)
 
 
+@pytest.mark.parametrize(
+    ("seqlen_q", "features"), [(2, ("causal",)), (5, ("causal", "softcap", "seqused_k"))]
+)
+def test_heads_of_a_few_queries_are_rows(cupy, rng, seqlen_q, features):
+    sizes = {"batch": 2, "heads": 128, "kv_heads": 1}
+    case = draw(rng, features, seqlen_q=seqlen_q, seqlen_k=200, dims=(576, 512), **sizes)
+    in_latents = replace(case, problem=replace(case.problem, v=case.problem.k[..., :512]))
+    q, k, *_ = tensors(cupy, in_latents)
+    options = on_gpu(cupy, case.forward)
+    for each in (q, cupy.ascontiguousarray(q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)):
+        out, lse = cufa.attention(each, k, k[..., :512], **options, return_lse=True)
+        assert_attention(out.get(), lse.get(), in_latents.problem, **case.forward)
+
+
 def test_heads_of_one_query_in_other_layouts(cupy, rng):
     """Heads that are apart, and each other's neighbours in memory."""
     case = draw(rng, (), seqlen_q=1, seqlen_k=500, heads=130, kv_heads=2, dims=(72, 72))

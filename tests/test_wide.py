@@ -12,7 +12,7 @@ from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.rungs import PRICES
 from cufa.problem import HEADS_OF_TILE, Features, Problem
-from cufa.tensor_layout import layout_of, with_heads_as_rows
+from cufa.tensor_layout import layout_of, with_heads_as_rows, with_queries_as_heads
 
 H200 = Device.of("sm_90a")
 NAME = "fwd_10_wgmma_wide"
@@ -128,6 +128,35 @@ def test_heads_of_one_query_are_its_rows():
 def test_heads_that_are_not(other):
     call = replace(LATENT, **other)
     assert call.with_heads_as_rows is call
+
+
+def test_heads_of_a_few_queries_are_rows():
+    call = replace(LATENT, seqlen_q=3, causal=True)
+    turned = call.with_queries_as_heads
+    assert (turned.seqlen_q, turned.heads, turned.causal, turned.ends_by_head) == (128, 3, False, True)
+    assert turned.queries_as_heads
+    assert turned.with_queries_as_heads is turned
+    plan = make_plan(call, H200)
+    assert (plan.kernel, plan.problem) == (NAME, turned)
+    assert "seqlen 128 x 8192, heads 3/1, head dim 576/512, values in keys, heads as queries" in str(plan)
+    for other in (
+        {"seqlen_q": 1},
+        {"seqlen_q": HEADS_OF_TILE},
+        {"heads": HEADS_OF_TILE - 1},
+        {"kv_heads": 2},
+        {"features": Features(window=(5, 0))},
+    ):
+        same = replace(call, **other)
+        assert same.with_queries_as_heads is same
+
+
+def test_the_layout_of_queries_as_heads():
+    storage = ((3, 2, 130, 64), (1000 * 130, 7, 1000, 2))
+    layout = layout_of((storage,) * 4, 2, (0, 1, 2))
+    turned = with_queries_as_heads(layout)
+    (_, batch, row, head), keys = layout.places[:4], layout.places[4:12]
+    assert turned.places[:4] == turned.places[12:] == (0, batch, head, row)
+    assert turned.places[4:12] == keys
 
 
 def test_the_layout_of_heads_as_rows():

@@ -135,7 +135,7 @@ def _plan(
     return Plan(
         kernel=kernel,
         source=f"{kernel}.cu",
-        problem=problem,
+        problem=decided.problem or problem,
         device=device,
         tiles=decided.tiles,
         macros=decided.macros,

@@ -205,6 +205,8 @@ def _macros_without_attention(
         ("HEAD_DIM", head_dim),
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),
+        ("QUERIES_AS_HEADS", False),
+        ("ENDS_BY_HEAD", False),
         ("ALIGN_BYTES", align_bytes),
         *feature_macros(features),
         ("THREADS", THREADS),

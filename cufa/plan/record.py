@@ -101,7 +101,7 @@ NOT_PARTED = Parting()
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of one kernel's planner."""
+    """The decisions of one kernel's planner, and the problem that it solves if that is not the call's."""
 
     tiles: Mapping[str, int]
     macros: tuple[Macro, ...]
@@ -110,6 +110,7 @@ class Decisions:
     reasons: tuple[str, ...] = ()
     boxes: tuple[TensorBox, ...] = ()
     parting: Parting = NOT_PARTED
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True)

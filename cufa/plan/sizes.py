@@ -39,6 +39,8 @@ def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macr
         ("HEAD_DIM", problem.head_dim),
         ("VALUE_DIM", problem.value_dim),
         ("CAUSAL", problem.causal),
+        ("QUERIES_AS_HEADS", problem.queries_as_heads),
+        ("ENDS_BY_HEAD", problem.ends_by_head),
         ("ALIGN_BYTES", problem.align_bytes),
         *feature_macros(problem.features, parting),
     )

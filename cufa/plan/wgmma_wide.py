@@ -71,6 +71,7 @@ class WideTiles(Tiles):
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
+    problem = problem.with_queries_as_heads
     tiles, least = _fastest_tiles(problem, device)
     merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
     return (START + max(least, memory_time(problem, device) + merging)) / 1000
@@ -78,6 +79,7 @@ def price(problem: Problem, device: Device) -> float:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_10_wgmma_wide`: blocks that stay for many tiles, after `clear_counts` if keys are split."""
+    problem = problem.with_queries_as_heads
     best, _ = _fastest_tiles(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))
     sizes = chosen.tiles
@@ -106,6 +108,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
         ),
         boxes=boxes,
         parting=parted,
+        problem=problem,
     )
 
 

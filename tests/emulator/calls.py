@@ -111,7 +111,8 @@ def attention(
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays.setdefault("out", np.empty((*q.shape[:-1], v.shape[-1]), problem.output))
-    lse = (len(q), q.shape[2], 1) if problem.heads_as_rows else lse_shape(problem)
+    in_turn = problem.heads_as_rows or problem.queries_as_heads
+    lse = (len(q), q.shape[2], q.shape[1]) if in_turn else lse_shape(problem)
     arrays["lse"] = np.empty(lse, problem.accumulator)
     tensors = ("q", "k", "v", "out")
     done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)
@@ -481,6 +482,8 @@ def _run(
             batch, _, heads, dim = lying[number].shape
             of_keys = lying[number].reshape(batch, problem.kv_heads, heads // problem.kv_heads, dim)
             lying[number] = of_keys.swapaxes(1, 2)
+    if problem.queries_as_heads:
+        lying[0], lying[3] = lying[0].swapaxes(1, 2), lying[3].swapaxes(1, 2)
     boxed = list(lying)
     if problem.bias_boxes:
         bias = placed["bias"]

@@ -12,8 +12,9 @@
 #if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
     !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
-    !defined(MASK_MOD) || !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) ||              \
-    !defined(MOST_QUERIES) || !defined(PARTS_KEYS) || !defined(MOST_PARTS_OF_HEAD)
+    !defined(QUERIES_AS_HEADS) || !defined(ENDS_BY_HEAD) || !defined(MASK_MOD) ||            \
+    !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) || !defined(MOST_QUERIES) ||          \
+    !defined(PARTS_KEYS) || !defined(MOST_PARTS_OF_HEAD)
 #error "the host must define every feature"
 #endif
 
@@ -24,6 +25,10 @@ constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
 constexpr int kValueDim = VALUE_DIM;      // last axis of V and O
 constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multiple of this
 constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
+
+// Whether rows are query heads, of which all share a KV head, and heads are queries; and whether
+// the keys of a head then end where those of the query do under a causal mask.
+constexpr bool kQueriesAsHeads = QUERIES_AS_HEADS, kEndsByHead = ENDS_BY_HEAD;
 
 // Features. Disabled ones are not compiled.
 constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends in the last corner

@@ -82,7 +82,12 @@ struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
 
     __device__ bool exists() const { return batch >= 0; }
     __device__ Sequence sequence(const ForwardParams& call) const {
-        return Lengths::sequence(call, batch);
+        Sequence sequence = Lengths::sequence(call, batch);
+        if constexpr (kEndsByHead) {
+            const int later = call.sizes.heads - 1 - head;
+            sequence.seqlen_k = max(sequence.seqlen_k - later, 0);
+        }
+        return sequence;
     }
     __device__ static WorkTile none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0, 0}; }
 };

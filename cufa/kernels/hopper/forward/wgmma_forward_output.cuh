@@ -74,11 +74,15 @@ struct OutputRows {
         float* lse = static_cast<float*>(params.call.lse);
         if (!lse || threadIdx.x % 4 != 0 || warpgroup % kColumnWarpgroups != 0) return;
         const Sequence sequence = work.sequence(params.call);
-        lse += sequence.first_row(work.head, params.call.sizes);
+        const Sizes& sizes = params.call.sizes;
+        // The LSE is in the order of heads, then queries.
+        const int step = kQueriesAsHeads ? sizes.heads : 1;
+        lse += kQueriesAsHeads ? sequence.first_row(0, sizes) + work.head
+                               : sequence.first_row(work.head, sizes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = row_of(work, half);
-            if (row < sequence.seqlen_q) lse[row] = softmax.rows[half].lse();
+            if (row < sequence.seqlen_q) lse[row * step] = softmax.rows[half].lse();
         }
     }
 };

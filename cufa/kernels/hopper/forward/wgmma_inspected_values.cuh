@@ -8,7 +8,7 @@
 
 // Whether a tile may have keys in memory that do not count for some rows or for all. Beyond the end
 // of the tensor, TMA fills in zeros.
-constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kKeyMask;
+constexpr bool kCutKeys = kRangeMask || kEndsByHead || kPacked || kUsedKeys || kKeyMask;
 // Inspectors: the helpers that look for NaN and infinity in such tiles.
 constexpr int kInspectors = kCutKeys ? kHelperWarps : 0;
 

@@ -603,7 +603,7 @@ def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles 
     align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
     in_boxes = contiguous_bias_lies_in_boxes(problem)
     placed = replace(problem, align_bytes=align_bytes, bias_boxes=in_boxes)
-    return make_plan(placed.with_heads_as_rows, device, kernel, tiles)
+    return make_plan(placed, device, kernel, tiles)
 
 
 def _described(name: str, array: Any) -> Described:

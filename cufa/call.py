@@ -44,7 +44,6 @@ from cufa.tensor_layout import (
     lies_in_boxes,
     lies_transposed,
     transposed,
-    with_heads_as_rows,
 )
 from cufa.traced.header import Written
 
@@ -365,7 +364,6 @@ def _executable(
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
-    *_, attn_probs = chosen
     placed = replace(
         known.problem,
         align_bytes=align_bytes,
@@ -373,8 +371,6 @@ def _executable(
         values_in_keys=in_keys,
         bias_boxes=bias_boxes,
     )
-    if not attn_probs and placed.with_heads_as_rows is not placed:
-        placed, layout = placed.with_heads_as_rows, with_heads_as_rows(layout, placed.group)
     executable = _loaded(placed, chosen, device_id)
     bias = Region(0, *known.side["bias"]) if bias_boxes else None
     return executable, executable.packer(layout, bias)

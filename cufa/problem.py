@@ -207,9 +207,8 @@ class Problem:
     much at once. `ascending` says that no stride is negative, as the copy engine requires. With
     `transposed_values`, keys of V are adjacent in memory; kernels see (batch, value_dim, kv_heads, seqlen_k).
     With `values_in_keys`, rows of V are the beginnings of those of K, in the same memory. With
-    `heads_as_rows`, the query heads that share a KV head count as queries of one head. With
-    `queries_as_heads`, all of them do, and their queries count as heads; with `ends_by_head`, these see the
-    keys that the causal mask shows to the query.
+    `queries_as_heads`, which only plans set, query heads count as queries, and queries as heads; with
+    `ends_by_head`, a head then sees the keys that the causal mask shows to the query.
     With `bias_boxes`, the copy engine can bring boxes of the bias, which then has 16-bit elements.
     `max_seqlen_q` is the most queries of a packed sequence, as the caller says; only speed depends on it.
     """
@@ -230,7 +229,6 @@ class Problem:
     out_dtype: str | None = None
     transposed_values: bool = False
     values_in_keys: bool = False
-    heads_as_rows: bool = False
     queries_as_heads: bool = False
     ends_by_head: bool = False
     bias_boxes: bool = False
@@ -240,19 +238,7 @@ class Problem:
     @cached_property
     def kind(self) -> Problem:
         """The same problem with all sizes 1, to look up what does not depend on sizes."""
-        one = replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
-        return replace(one, heads_as_rows=False) if self.heads_as_rows else one
-
-    @cached_property
-    def with_heads_as_rows(self) -> Problem:
-        """The problem with the query heads that share a KV head as its queries, if these fill a tile of rows.
-
-        Itself unless there is one query, and nothing that depends on the head or on the query's place.
-        """
-        others = set(self.features.names) - _FEATURES_OF_ALL_HEADS
-        if self.direction == "backward" or self.seqlen_q != 1 or self.group < HEADS_OF_TILE or others:
-            return self
-        return replace(self, seqlen_q=self.group, heads=self.kv_heads, causal=False, heads_as_rows=True)
+        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
 
     @cached_property
     def with_queries_as_heads(self) -> Problem:
@@ -261,11 +247,11 @@ class Problem:
         Itself unless all heads share a KV head, there are few queries, and nothing depends on the head.
         """
         others = set(self.features.names) - _FEATURES_OF_ALL_HEADS
-        fuller = 1 < self.seqlen_q < HEADS_OF_TILE <= self.heads and self.kv_heads == 1
-        if self.direction == "backward" or not fuller or others:
+        fuller = 0 < self.seqlen_q < HEADS_OF_TILE <= self.heads and self.kv_heads == 1
+        if self.direction == "backward" or self.queries_as_heads or not fuller or others:
             return self
         turned = replace(self, seqlen_q=self.heads, heads=self.seqlen_q, causal=False)
-        return replace(turned, queries_as_heads=True, ends_by_head=self.causal)
+        return replace(turned, queries_as_heads=True, ends_by_head=self.causal and self.seqlen_q > 1)
 
     @property
     def itemsize(self) -> int:
@@ -392,7 +378,7 @@ class Problem:
         features = f", with {', '.join(self.features.words)}" if self.features.words else ""
         of_values = ", values transposed" if self.transposed_values else ""
         of_values += ", values in keys" if self.values_in_keys else ""
-        of_values += ", heads as queries" if self.heads_as_rows or self.queries_as_heads else ""
+        of_values += ", heads as queries" if self.queries_as_heads else ""
         causal = " causal" if self.hides_later_keys else ""
         return (
             f"{self.direction} {self.dtypes}{causal}, batch {self.batch}, "

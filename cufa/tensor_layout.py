@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,22 +54,12 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def with_heads_as_rows(layout: Layout, group: int) -> Layout:
-    """The layout of q, k, v and out with the query heads that share a KV head as queries of one head."""
-    return _with_steps(layout, lambda _, head_stride: (head_stride, head_stride * group))
-
-
-@functools.lru_cache(maxsize=4096)
 def with_queries_as_heads(layout: Layout) -> Layout:
-    """The layout of q, k, v and out with heads as queries, and queries as heads."""
-    return _with_steps(layout, lambda row_stride, head_stride: (head_stride, row_stride))
-
-
-def _with_steps(layout: Layout, steps: Callable[[int, int], tuple[int, int]]) -> Layout:
-    """The layout with other row and head strides of q and out, which follow from theirs."""
+    """The layout of q, k, v and out with query heads as queries, and queries as heads."""
     places = list(layout.places)
-    for first in (0, 12):
-        places[first + 2 : first + 4] = steps(*places[first + 2 : first + 4])
+    for first in (0, 12):  # of q, and of out
+        row_stride, head_stride = places[first + 2 : first + 4]
+        places[first + 2 : first + 4] = head_stride, row_stride
     return replace(layout, places=tuple(places))
 
 

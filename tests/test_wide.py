@@ -12,7 +12,7 @@ from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.rungs import PRICES
 from cufa.problem import HEADS_OF_TILE, Features, Problem
-from cufa.tensor_layout import layout_of, with_heads_as_rows, with_queries_as_heads
+from cufa.tensor_layout import layout_of, with_queries_as_heads
 
 H200 = Device.of("sm_90a")
 NAME = "fwd_10_wgmma_wide"
@@ -46,7 +46,7 @@ def test_no_spill_and_no_product_in_series(features, dims, causal):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("features", ["nothing", "pages"])
 def test_no_spill_of_latent_attention(features, parts):
-    call = replace(LATENT.with_heads_as_rows, features=FEATURES[features])
+    call = replace(LATENT, features=FEATURES[features])
     assert jit.build(make_plan(call, H200, NAME, {"parts": parts}).variant).warnings == ()
 
 
@@ -67,9 +67,11 @@ def test_any_dims_fit(head_dim, value_dim):
         (problem(512, features=Features(mask=(1, 1, 1, 4096))), "fwd_5_mma"),
         (replace(problem(512), align_bytes=8), "fwd_5_mma"),
         (replace(problem(512, heads=(8, 1)), seqlen_q=1), "fwd_8_split_kv"),
-        (LATENT.with_heads_as_rows, NAME),
+        (LATENT, NAME),
         (replace(LATENT, heads=16), "fwd_8_split_kv"),
-        (replace(LATENT, batch=1).with_heads_as_rows, "fwd_8_split_kv"),
+        (replace(LATENT, batch=2), "fwd_8_split_kv"),
+        (replace(LATENT, batch=4), NAME),
+        (replace(LATENT, batch=1), "fwd_8_split_kv"),
     ],
 )
 def test_which_calls_it_gets(call, kernel):
@@ -77,11 +79,11 @@ def test_which_calls_it_gets(call, kernel):
 
 
 def test_keys_are_read_once_if_values_are_in_them():
-    apart = replace(LATENT, values_in_keys=False).with_heads_as_rows
-    plans = [make_plan(call, H200, NAME) for call in (LATENT.with_heads_as_rows, apart)]
+    apart = replace(LATENT, values_in_keys=False)
+    plans = [make_plan(call, H200, NAME) for call in (LATENT, apart)]
     assert [plan.tiles["block_n"] for plan in plans] == [64, 32]
     assert "values are the beginnings of keys, which alone are read" in str(plans[0])
-    prices = [PRICES[NAME](call, H200) for call in (LATENT.with_heads_as_rows, apart)]
+    prices = [PRICES[NAME](call, H200) for call in (LATENT, apart)]
     assert prices[0] <= prices[1]
 
 
@@ -101,46 +103,18 @@ def test_tiles_that_it_cannot_have():
 # ---- heads as queries ----
 
 
-def test_heads_of_one_query_are_its_rows():
-    turned = LATENT.with_heads_as_rows
-    assert (turned.seqlen_q, turned.heads, turned.kv_heads) == (128, 1, 1)
-    assert (turned.flops, turned.heads_as_rows) == (LATENT.flops, True)
-    assert turned.with_heads_as_rows is turned
-    assert turned.kind == LATENT.kind
-    in_groups = replace(LATENT, heads=2 * HEADS_OF_TILE, kv_heads=2, causal=True).with_heads_as_rows
-    assert (in_groups.seqlen_q, in_groups.heads, in_groups.causal) == (HEADS_OF_TILE, 2, False)
-    used = replace(LATENT, features=Features(seqused_k=True, softcap=True, page_size=16))
-    assert used.with_heads_as_rows.heads_as_rows
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"seqlen_q": 2},
-        {"heads": HEADS_OF_TILE - 1},
-        {"features": Features(sink=True)},
-        {"features": Features(window=(10, 0))},
-        {"features": Features(packed=True)},
-        {"direction": "backward"},
-        {"heads": 0, "kv_heads": 0},
-    ],
-)
-def test_heads_that_are_not(other):
-    call = replace(LATENT, **other)
-    assert call.with_heads_as_rows is call
-
-
-def test_heads_of_a_few_queries_are_rows():
+def test_heads_of_few_queries_are_rows():
     call = replace(LATENT, seqlen_q=3, causal=True)
     turned = call.with_queries_as_heads
     assert (turned.seqlen_q, turned.heads, turned.causal, turned.ends_by_head) == (128, 3, False, True)
     assert turned.queries_as_heads
     assert turned.with_queries_as_heads is turned
+    assert not replace(call, seqlen_q=1).with_queries_as_heads.ends_by_head  # it sees all keys
     plan = make_plan(call, H200)
     assert (plan.kernel, plan.problem) == (NAME, turned)
     assert "seqlen 128 x 8192, heads 3/1, head dim 576/512, values in keys, heads as queries" in str(plan)
     for other in (
-        {"seqlen_q": 1},
+        {"seqlen_q": 0},
         {"seqlen_q": HEADS_OF_TILE},
         {"heads": HEADS_OF_TILE - 1},
         {"kv_heads": 2},
@@ -159,17 +133,8 @@ def test_the_layout_of_queries_as_heads():
     assert turned.places[4:12] == keys
 
 
-def test_the_layout_of_heads_as_rows():
-    storage = ((3, 1, 130, 64), (1000 * 130, 7, 1000, 2))
-    layout = layout_of((storage,) * 4, 2, (0, 1, 2))
-    turned = with_heads_as_rows(layout, 65)
-    (_, batch, row, head), keys = layout.places[:4], layout.places[4:12]
-    assert turned.places[:4] == turned.places[12:] == (0, batch, head, 65 * head)
-    assert (row, turned.places[4:12]) == (0, keys)
-
-
 def test_the_plan_says_so():
-    q, k = (np.empty((2, n, heads, 576), np.float16) for n, heads in ((1, 128), (8192, 1)))
+    q, k = (np.empty((8, n, heads, 576), np.float16) for n, heads in ((1, 128), (8192, 1)))
     plan = cufa.plan(q, k, k[..., :512], arch="sm_90a")
     assert plan.kernel == NAME
     assert "seqlen 128 x 8192, heads 1, head dim 576/512, values in keys, heads as queries" in str(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -123,7 +123,7 @@ def flash_attn_with_kvcache(
     check_descales(**descales)
     held = _number_of(cache_seqlens) if isinstance(cache_seqlens, Real) else cache_seqlens
     if cache_batch_idx is None and block_table is None:
-        k_cache, v_cache = _first_entries(k_cache, q), _first_entries(v_cache, q)
+        k_cache, v_cache = _first_entries(q, k_cache, v_cache)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | given(
         k=k,
         v=v,
@@ -192,13 +192,15 @@ def flash_attn_with_kvcache(
     return attention_as(names, new.q, k_cache, v_cache, **side, **options)
 
 
-def _first_entries(cache: Any, q: Any) -> Any:
-    """The entries of a cache for the sequences of q, if it has more. What is wrong is left to checks."""
-    of_cache: Sequence[int] = getattr(cache, "shape", ())
-    of_queries: Sequence[int] = getattr(q, "shape", ())
-    if len(of_cache) != 4 or len(of_queries) != 4 or of_cache[0] <= of_queries[0]:
-        return cache
-    return cache[: of_queries[0], ...]
+def _first_entries(q: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
+    """The entries of caches for the sequences of q, if they have more. What is wrong is left to checks."""
+    shapes: list[tuple[int, ...]] = [getattr(array, "shape", ()) for array in (q, k_cache, v_cache)]
+    if not all(len(shape) == 4 for shape in shapes) or not hasattr(type(k_cache), "__getitem__"):
+        return k_cache, v_cache
+    batch, of_keys, of_values = (shape[0] for shape in shapes)
+    if not batch < of_keys == of_values:
+        return k_cache, v_cache
+    return k_cache[:batch, ...], v_cache[:batch, ...]
 
 
 def _number_of(cache_seqlens: Real) -> int:

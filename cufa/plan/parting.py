@@ -25,11 +25,13 @@ from cufa.rounding import ceil_div
 
 T = TypeVar("T", bound=TileSizes)
 
-# The most parts that are worth splitting a tile into.
+# The most parts that are worth splitting a tile into, of most kernels.
 MOST_PARTS = 4
 # Nanoseconds on an H200. A part is written in float32 and read by another block: time per byte, and time to
 # wait per part. Then the time of a call until counters are 0.
 OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
+# The same for each part beyond the most: all parts of a tile are merged by one block.
+OF_FURTHER_PART = 1000
 ACCUMULATOR_BYTES = 4
 # The gain that parts, and more parts over fewer, must have: times are estimates, and parts take memory.
 WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
@@ -149,7 +151,8 @@ def _time(
 
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""
-        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part * (count > 1)
+        of_parts = of_part * (count > 1) + OF_FURTHER_PART * max(0, count - MOST_PARTS)
+        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_parts
 
     if not problem.causal and not varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)

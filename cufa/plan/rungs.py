@@ -54,8 +54,7 @@ def _priced(problem: Problem) -> Problem:
     """The problem whose prices a problem has."""
     features = problem.features
     of_each_key = features.packed or features.bias is not None or features.mask is not None
-    many = problem.seqlen_q > _FEW_QUERIES and not problem.heads_as_rows
-    if many or of_each_key:
+    if problem.seqlen_q > _FEW_QUERIES or of_each_key:
         return typical(problem)
     step = 1 << max(0, problem.seqlen_k.bit_length() - _ROUNDED_BITS)
     return replace(problem, seqlen_k=round_up(problem.seqlen_k, step))

@@ -259,7 +259,7 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
     least = min(map(time, tiles))
-    if max(sizes.column_warps for sizes in tiles) > 1:
+    if tiles[0].column_warps > 1:
         least = max(least, problem.flops / (WIDE_FLOPS_PER_NS * device.sm_count))
     return least / 1000
 

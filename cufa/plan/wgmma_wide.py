@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -116,9 +117,9 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
 def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     """The tiles, with the parts of their keys, and their time."""
     tiles = _largest(problem.kind, device)
-    hurried = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
+    pressed = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
     value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
-    of_score = (problem.head_dim + value_cols) * (OF_DIM_IN_FEW_KEYS if hurried else OF_DIM)
+    of_score = (problem.head_dim + value_cols) * (OF_DIM_IN_FEW_KEYS if pressed else OF_DIM)
     paces = {tiles: Pace(of_score, OF_TILE)}
     return fastest_in_parts(problem, device, paces, lambda *_: True, most_parts=WideTiles.most_parts)
 
@@ -126,14 +127,14 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
 @functools.lru_cache
 def _largest(kind: Problem, device: Device) -> WideTiles:
     """The largest tiles of keys that fit, and then the most stages."""
-    for block_n in BLOCK_NS:
-        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-            tiles = WideTiles(WGMMA_M, block_n, stages, 1, PANEL_COLS)
-            if _smem_bytes(kind, tiles, output_apart=False) <= device.smem_per_block:
-                own_cols = tiles.own_cols(kind.value_dim)
-                wider = replace(tiles, store_cols=math.gcd(own_cols, MOST_STORE_COLS))
-                return tiles if _has_output_apart(kind, device, tiles) else wider
-    return WideTiles(WGMMA_M, BLOCK_NS[-1], LEAST_STAGES, 1, PANEL_COLS)
+    stages = range(MOST_STAGES, LEAST_STAGES - 1, -1)
+    candidates = (WideTiles(WGMMA_M, *sizes, 1, PANEL_COLS) for sizes in itertools.product(BLOCK_NS, stages))
+    tiles = next(
+        tiles for tiles in candidates if _smem_bytes(kind, tiles, output_apart=False) <= device.smem_per_block
+    )
+    if _has_output_apart(kind, device, tiles):
+        return tiles
+    return replace(tiles, store_cols=math.gcd(tiles.own_cols(kind.value_dim), MOST_STORE_COLS))
 
 
 def _cost(device: Device, problem: Problem, tiles: Tiles) -> Cost:

@@ -111,8 +111,7 @@ def attention(
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays.setdefault("out", np.empty((*q.shape[:-1], v.shape[-1]), problem.output))
-    in_turn = problem.heads_as_rows or problem.queries_as_heads
-    lse = (len(q), q.shape[2], q.shape[1]) if in_turn else lse_shape(problem)
+    lse = (len(q), q.shape[2], q.shape[1]) if problem.queries_as_heads else lse_shape(problem)
     arrays["lse"] = np.empty(lse, problem.accumulator)
     tensors = ("q", "k", "v", "out")
     done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)
@@ -453,7 +452,7 @@ def _plan(
     placed = replace(
         problem, align_bytes=align_bytes, ascending=ascending, values_in_keys=in_keys, bias_boxes=in_boxes
     )
-    return make_plan(placed.with_heads_as_rows, device, kernel, tiles)
+    return make_plan(placed, device, kernel, tiles)
 
 
 def _run(
@@ -477,11 +476,6 @@ def _run(
     lying = [placed[name] for name in tensors]
     if problem.transposed_values:
         lying[2] = lying[2].swapaxes(1, 3)
-    if problem.heads_as_rows:
-        for number in (0, 3):
-            batch, _, heads, dim = lying[number].shape
-            of_keys = lying[number].reshape(batch, problem.kv_heads, heads // problem.kv_heads, dim)
-            lying[number] = of_keys.swapaxes(1, 2)
     if problem.queries_as_heads:
         lying[0], lying[3] = lying[0].swapaxes(1, 2), lying[3].swapaxes(1, 2)
     boxed = list(lying)

@@ -57,11 +57,12 @@ constexpr bool kLateBlocks = kLeastQueries > 0;
 constexpr bool kAsksFirst = kLateBlocks || kPartsKeys;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
-// The columns of O of a warpgroup. Where several share rows, they have whole panels, also of V.
+// Where warpgroups divide the columns of O, each has so many whole panels, also of V.
 constexpr int kOwnPanels = ceil_div(ceil_div(kValueDim, kPanelCols), kColumnWarpgroups);
-constexpr int kOwnCols = kColumnWarpgroups == 1 ? kValueDim : kOwnPanels * kPanelCols;
-using ValueRows = PanelTile<kBlockN, kColumnWarpgroups * kOwnCols>;
-constexpr int kKeyCols = kValuesInKeys ? max_of(kHeadDim, kColumnWarpgroups* kOwnCols) : kHeadDim;
+constexpr int kOwnCols = kOwnPanels * kPanelCols;
+constexpr int kValueCols = kColumnWarpgroups == 1 ? kValueDim : kColumnWarpgroups * kOwnCols;
+using ValueRows = PanelTile<kBlockN, kValueCols>;
+constexpr int kKeyCols = kValuesInKeys ? max_of(kHeadDim, kValueCols) : kHeadDim;
 using KeyRows = PanelTile<kBlockN, kKeyCols>;
 
 // Whether a head's rows may begin in the middle of a sector of the L2 cache, as they do in every

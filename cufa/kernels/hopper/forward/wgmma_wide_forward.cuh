@@ -22,7 +22,11 @@ constexpr bool kScoresFirst = !kValuesInKeys || kStages > 2;
 // next queries come only once it is stored.
 constexpr bool kOutputApart = OUTPUT_APART;
 
-// A consumer. What `Self` has is listed at ForwardScores and ForwardConsumer: take_out_nonfinite.
+// A consumer. What each kernel does in its own way, besides what ForwardScores asks for, is in
+// `Self`, which derives from this struct:
+//   output_scale()                         the factor of sums of weighted values
+//   take_out_nonfinite(o, work, tile)      called before the part of a tile that a mask cuts
+//   through
 template <class Self, class Smem>
 struct WideConsumer : ForwardScores<Self, Smem> {
     using Base = ForwardScores<Self, Smem>;
@@ -67,17 +71,16 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         ptx::wait_stores_read();
     }
 
-    // Computes the weights of every other tile of keys, and the output of all.
+    // Computes the weights of every other tile of keys, and the output of all. `v_at` goes over all
+    // tiles, `k_at` over this warpgroup's own.
     __device__ void attend_to_all(Output& o, RowPair& softmax, const WorkTile& work,
                                   const KeyRange& keys) {
         const auto cut = [&](int tile) { return !keys.is_whole(tile); };
-        int tile = keys.end - 1 - warpgroup;
+        int tile = keys.end - 1 - warpgroup;  // one's own
         if (warpgroup == 1 && !keys.none()) k_at.advance();
         const bool only_others = tile + 1 == keys.begin;
-        if (warpgroup == 1 && (kScoresFirst ? only_others : tile + 1 >= keys.begin)) {
-            add_others(o, softmax, work, tile + 1, cut(tile + 1));
-            wait_output<0>(o);
-        }
+        if (warpgroup == 1 && (kScoresFirst ? only_others : tile + 1 >= keys.begin))
+            finish_others(o, softmax, work, tile + 1, cut(tile + 1));
         if (tile >= keys.begin) {
             Weights p;
             first_weights(o, p, softmax, work, tile, cut(tile), cut(tile + 1));
@@ -88,25 +91,19 @@ struct WideConsumer : ForwardScores<Self, Smem> {
             add_own(o, p, work, tile, cut(tile));
             wait_output<0>(o);
             --tile;
-            if (tile >= keys.begin) {
-                add_others(o, softmax, work, tile, cut(tile));
-                wait_output<0>(o);
-            }
+            if (tile >= keys.begin) finish_others(o, softmax, work, tile, cut(tile));
         }
         k_at = v_at;
     }
 
-    // The weights of a warpgroup's first tile. The second warpgroup also adds the output of the
-    // tile before, unless it has done so already.
+    // The weights of a warpgroup's first tile. If kScoresFirst, the second warpgroup adds the
+    // output of the tile before meanwhile.
     __device__ void first_weights(Output& o, Weights& p, RowPair& softmax, const WorkTile& work,
                                   int tile, bool cut, bool other_cut) {
         Scores s;
         float shrink[2];
         issue_scores(s);
-        if (kScoresFirst && warpgroup == 1) {
-            add_others(o, softmax, work, tile + 1, other_cut);
-            wait_output<0>(o);
-        }
+        if (kScoresFirst && warpgroup == 1) finish_others(o, softmax, work, tile + 1, other_cut);
         wait_scores<0>(s);
         const bool raised = weigh(p, softmax, s, shrink, work, tile, cut);
         hand_over(p, softmax);
@@ -185,6 +182,12 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         issue_product_nn<kBlockN, kOwnCols>(o, smem.weights, own_values());
     }
 
+    __device__ void finish_others(Output& o, RowPair& softmax, const WorkTile& work, int tile,
+                                  bool cut) {
+        add_others(o, softmax, work, tile, cut);
+        wait_output<0>(o);
+    }
+
     // Hands weights to the other warpgroup, which has handed over those before and needs them no
     // more.
     __device__ void hand_over(const Weights& p, const RowPair& softmax) {
@@ -204,7 +207,8 @@ struct WideConsumer : ForwardScores<Self, Smem> {
     __device__ void share_sums(RowPair& softmax) {
         const int thread = threadIdx.x % kWarpgroup;
         auto& sums = smem.handed.sums;
-        if (kOutputApart) ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);  // were read
+        // Both have read the sums of the queries before. Else their ring ensures it.
+        if (kOutputApart) ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);
 #pragma unroll
         for (int half = 0; half < 2; ++half) sums[warpgroup][half][thread] = softmax.rows[half].sum;
         ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);
@@ -222,7 +226,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
     __device__ void wait_scores(Scores& s) {
         wait_product<Pending>(s);
         if (!kValuesInKeys && threadIdx.x % 32 == 0) smem.k_ring.release(k_at);
-        for (int i = 0; i < kColumnWarpgroups; ++i) k_at.advance();
+        for (int i = 0; i < kColumnWarpgroups; ++i) k_at.advance();  // to the next of one's own
         if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
     }
 
@@ -234,7 +238,8 @@ struct WideConsumer : ForwardScores<Self, Smem> {
 
     __device__ auto& own_values() { return own_columns(value_tiles(smem)[v_at.stage], warpgroup); }
 
-    // As ForwardConsumer does.
+    // Writes a part of a tile, if it has several. The last part, or the only one, continues with
+    // the result of all.
     __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
         if constexpr (kPartsKeys) {
             if (__any_sync(0xffffffffu, work.parts > 1))

@@ -5,7 +5,8 @@
 // share 64 rows, and each has half of the columns. They take turns at tiles of keys: one computes
 // scores and weights while the tensor cores are busy with products of the other, and hands the
 // weights over through shared memory (as in FlashMLA, Li and Liu 2025). Where rows of V are the
-// beginnings of those of K, only K is copied.
+// beginnings of those of K, only K is copied. If a few queries have many heads with the same keys,
+// the host says that heads are queries, and queries are heads (kQueriesAsHeads).
 //
 // Launches: clear_counts, if keys are split; fwd_10_wgmma_wide
 //

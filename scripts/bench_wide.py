@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the forward with head dims over 256, and writes benchmarks/wide.json.
 
-FlashAttention and cuDNN do not take these. The peers are PyTorch's memory-efficient attention and
+PyTorch's FlashAttention-2 and cuDNN do not take these. The peers are its memory-efficient attention and
 FlexAttention; where one refuses, it is left out. The way of timing is that of bench_peers.py.
 """
 

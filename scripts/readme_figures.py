@@ -706,7 +706,7 @@ def wide(record: Row) -> str:
             f"{point['head_dim']}{', causal' * point['causal']}, {record['tokens'] // point['seqlen']} x "
             f"{point['seqlen']:,}",
             duration(point["seconds"]["cufa"]),
-            f"{point['flops'] / point['seconds']['cufa'] / 1e12:.0f}",
+            f"{tflops(point):.0f}",
             *(times_as_fast(point, name) for name in peers),
         )
         for point in points
@@ -721,6 +721,11 @@ def wide(record: Row) -> str:
         f"{record['torch']}, {record['date']}, by `scripts/bench_wide.py` ([wide.json](wide.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
+
+
+def tflops(point: Row) -> float:
+    """How many operations cufa makes in a second, in trillions."""
+    return float(point["flops"] / point["seconds"]["cufa"] / 1e12)
 
 
 def columns_of(directions: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -901,6 +906,7 @@ def summary(
     h100: Row,
     single: Row,
     shapes: Row,
+    widest: Row,
     packed: Row,
     windows: Row,
     fp8: Row,
@@ -969,6 +975,9 @@ def summary(
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_of(shapes['points']))}.",
+        f"**Head dims over 256**, forward, which PyTorch's FlashAttention-2 and cuDNN do not take: up to "
+        f"{max(map(tflops, widest['points'])):.0f} TFLOP/s in bfloat16, "
+        f"{mean_speedup(EFFICIENT, widest['points']):.2f} times as fast as its memory-efficient attention.",
         f"**Packed sequences** of many lengths: {over_packed} as "
         f"{fastest_of(others_of(packed['points'], 'peers'))}.",
         f"**Windows, soft caps and sinks**, in layers of models: {over_windows} as "
@@ -1009,6 +1018,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 H100_RECORD,
                 SINGLE_RECORD,
                 SHAPES_RECORD,
+                WIDE_RECORD,
                 PACKED_RECORD,
                 WINDOWS_RECORD,
                 FP8_RECORD,

@@ -24,9 +24,8 @@ constexpr bool kOutputApart = OUTPUT_APART;
 
 // A consumer. What each kernel does in its own way, besides what ForwardScores asks for, is in
 // `Self`, which derives from this struct:
-//   output_scale()                         the factor of sums of weighted values
-//   take_out_nonfinite(o, work, tile)      called before the part of a tile that a mask cuts
-//   through
+//   output_scale()                     the factor of sums of weighted values
+//   take_out_nonfinite(o, work, tile)  called before the part of a tile that a mask cuts through
 template <class Self, class Smem>
 struct WideConsumer : ForwardScores<Self, Smem> {
     using Base = ForwardScores<Self, Smem>;

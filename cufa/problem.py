@@ -379,7 +379,7 @@ class Problem:
         of_values = ", values transposed" if self.transposed_values else ""
         of_values += ", values in keys" if self.values_in_keys else ""
         of_values += ", heads as queries" if self.queries_as_heads else ""
-        causal = " causal" if self.hides_later_keys else ""
+        causal = " causal" if self.hides_later_keys or self.ends_by_head else ""
         return (
             f"{self.direction} {self.dtypes}{causal}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {self.dims}"

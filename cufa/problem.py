@@ -248,7 +248,7 @@ class Problem:
         """
         others = set(self.features.names) - _FEATURES_OF_ALL_HEADS
         fuller = 0 < self.seqlen_q < HEADS_OF_TILE <= self.heads and self.kv_heads == 1
-        if self.direction == "backward" or self.queries_as_heads or not fuller or others:
+        if self.direction == "backward" or not fuller or others:
             return self
         turned = replace(self, seqlen_q=self.heads, heads=self.seqlen_q, causal=False)
         return replace(turned, queries_as_heads=True, ends_by_head=self.causal and self.seqlen_q > 1)

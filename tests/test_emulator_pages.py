@@ -1,10 +1,8 @@
 """Keys and values in pages on the emulator: by kernels that look up tiles ahead, and by one that does not."""
 
-import numpy as np
 import pytest
-from emulator import calls
-from feature_cases import draw_case, hide_nan, in_pages
-from tolerance import assert_attention
+from emulator_checks import check_forward
+from feature_cases import draw_case, in_pages
 
 pytestmark = pytest.mark.emulator
 
@@ -14,17 +12,6 @@ MMA_TILES = {"block_m": 32, "block_n": 16, "threads": 64}
 CORE_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8}
 SIZES = {"heads": 6, "kv_heads": 2, "head_dim": 24, "head_dim_v": 40}
 MASKS = ("causal", "window", "sink", "packed", "seqused_k")
-
-
-def check(case, kernel, tiles, **options):
-    """Run a case and hold it to the rule; what no row sees is NaN, and so are pages that are nobody's."""
-    hide_nan(case)
-    problem = case.problem
-    with np.errstate(invalid="ignore"):
-        out, lse = calls.attention(
-            *(problem.q, problem.k, problem.v), kernel=kernel, tiles=tiles, **case.emulator_forward, **options
-        )
-        assert_attention(out, lse, problem, **case.forward)
 
 
 # A page for several tiles, several for a tile, neither, more than a warp has lanes for each.
@@ -48,4 +35,4 @@ def test_masks_and_lengths(rng, kernel, dtype, tiles, page_size):
     for seqlen_q, seqlen_k in [(7, 150), (53, 7), (1, 0)]:
         case = draw_case(rng, dtype, MASKS, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=3, **SIZES)
         case.arrays["seqused_k"][:] = 0, 1, seqlen_k
-        check(in_pages(rng, case, page_size), kernel, tiles)
+        check_forward(in_pages(rng, case, page_size), kernel, tiles)

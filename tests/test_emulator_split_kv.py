@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
+from emulator_checks import check_forward
 from feature_cases import SIZES, draw_case, hide_nan
 from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
 from test_emulator import planted
-from tolerance import assert_attention
 
 from cufa.problem import FLOAT8
 
@@ -27,19 +27,7 @@ ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 
 
 def check(case, tiles, **options):
-    """Run a case and hold it to the rule; what no row sees is NaN."""
-    hide_nan(case)
-    problem = case.problem
-    with np.errstate(invalid="ignore"):
-        out, lse = calls.attention(
-            *(problem.q, problem.k, problem.v),
-            kernel=KERNEL,
-            tiles=tiles,
-            **case.emulator_forward,
-            **options,
-        )
-        assert_attention(out, lse, problem, **case.forward)
-    return out
+    return check_forward(case, KERNEL, tiles, **options)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 9])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
-from feature_cases import draw_case, hide_nan
+from emulator_checks import check_forward
+from feature_cases import draw_case
 from test_emulator import planted
-from tolerance import assert_attention
 
 pytestmark = pytest.mark.emulator
 
@@ -18,21 +18,8 @@ ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 DIMS = [(512, 512), (320, 264), (40, 320)]
 
 
-def check(case, tiles=None, device=calls.DEVICE, **options):
-    """Run a case and hold it to the rule; what no row sees is NaN."""
-    hide_nan(case)
-    problem = case.problem
-    with np.errstate(invalid="ignore"):
-        out, lse = calls.attention(
-            *(problem.q, problem.k, problem.v),
-            kernel=KERNEL,
-            tiles=tiles,
-            device=device,
-            **case.emulator_forward,
-            **options,
-        )
-        assert_attention(out, lse, problem, **case.forward)
-    return out
+def check(case, tiles=None, **options):
+    return check_forward(case, KERNEL, tiles, **options)
 
 
 def sizes_of(dims, heads=2, kv_heads=1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from cufa.device import Device
 from cufa.messages import counted
@@ -23,7 +23,14 @@ from cufa.plan.sizes import MOST_PARTS_OF_HEAD
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-T = TypeVar("T", bound=TileSizes)
+
+class PartedTiles(TileSizes, Protocol):
+    """The sizes of a kernel that may split a tile's keys into up to `most_parts`."""
+
+    most_parts: ClassVar[int]
+
+
+T = TypeVar("T", bound=PartedTiles)
 
 # The most parts that are worth splitting a tile into, of most kernels.
 MOST_PARTS = 4
@@ -102,7 +109,6 @@ def fastest(
     paces: Mapping[T, Pace],
     least: float,
     worth_it: float,
-    most_parts: int = MOST_PARTS,
 ) -> tuple[T, int, float] | None:
     """The tiles and number of parts that finish first, and that time; None if `least` is as good.
 
@@ -124,7 +130,7 @@ def fastest(
         # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
         if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
             continue
-        for parts in range(2, most_parts + 1):
+        for parts in range(2, tiles.most_parts + 1):
             if _unsuited_parts(problem, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1

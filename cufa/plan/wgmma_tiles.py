@@ -212,7 +212,6 @@ def fastest_in_parts(
     paces: Mapping[T, Pace],
     may_part: Callable[[Problem, T], bool],
     worth_it: float = parting.WORTH_IT,
-    most_parts: int = parting.MOST_PARTS,
 ) -> tuple[T, float]:
     """The tiles with which all SMs finish first, and that time.
 
@@ -220,7 +219,7 @@ def fastest_in_parts(
     """
     best, least = fastest(typical(problem), device, paces)
     parted = {tiles: pace for tiles, pace in paces.items() if may_part(problem, tiles)}
-    in_parts = parting.fastest(problem, device, parted, least, worth_it, most_parts)
+    in_parts = parting.fastest(problem, device, parted, least, worth_it)
     if in_parts is None:
         return best, least
     best, parts, least = in_parts

@@ -121,7 +121,7 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
     of_score = (problem.head_dim + value_cols) * (OF_DIM_IN_FEW_KEYS if pressed else OF_DIM)
     paces = {tiles: Pace(of_score, OF_TILE)}
-    return fastest_in_parts(problem, device, paces, lambda *_: True, most_parts=WideTiles.most_parts)
+    return fastest_in_parts(problem, device, paces, lambda *_: True)
 
 
 @functools.lru_cache

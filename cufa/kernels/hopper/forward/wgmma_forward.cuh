@@ -341,12 +341,6 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         self().template wait_output<0>(o, work, tile);
     }
 
-    // Whether `work` is one of several parts of a tile. A vote tells the compiler that all lanes
-    // take the same branch.
-    __device__ static bool holds_part(const WorkTile& work) {
-        return __any_sync(0xffffffffu, work.parts > 1);
-    }
-
     // Writes a part of a tile. The last part continues with the merged result of all.
     __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
         if constexpr (kPartsKeys)

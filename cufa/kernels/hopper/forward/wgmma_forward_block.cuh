@@ -177,6 +177,15 @@ __device__ inline auto& value_tiles(Smem& smem) {
         return smem.v;
     }
 }
+template <class Smem>
+__device__ inline auto& value_ring(Smem& smem) {
+    if constexpr (kValuesInKeys) {
+        return smem.k_ring;
+    } else {
+        return smem.v_ring;
+    }
+}
+
 // The columns of V of which a warpgroup computes those of O.
 template <class Tile>
 __device__ inline auto& own_columns(Tile& v, int warpgroup) {
@@ -184,14 +193,6 @@ __device__ inline auto& own_columns(Tile& v, int warpgroup) {
         return v;
     } else {
         return v.template panels_from<kOwnCols>(warpgroup % kColumnWarpgroups * kOwnPanels);
-    }
-}
-template <class Smem>
-__device__ inline auto& value_ring(Smem& smem) {
-    if constexpr (kValuesInKeys) {
-        return smem.k_ring;
-    } else {
-        return smem.v_ring;
     }
 }
 

@@ -241,7 +241,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
     // the result of all.
     __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
         if constexpr (kPartsKeys) {
-            if (__any_sync(0xffffffffu, work.parts > 1))
+            if (holds_part(work))
                 return KeyParts<kOwnCols>(params.call).join(o, softmax, work, warpgroup);
         }
         return true;

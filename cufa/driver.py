@@ -70,18 +70,28 @@ def encode_tensor_map(
     return b"".join(int(word).to_bytes(8, sys.byteorder) for word in tensor_map.opaque)
 
 
-def overlapping_launch(grid: int, block: int, smem_bytes: int, stream: int) -> Any:
-    """A CUlaunchConfig for a launch that begins before the previous one ends."""
+def launch_config(grid: int, block: int, smem_bytes: int, cluster: int, overlaps: bool, stream: int) -> Any:
+    """A CUlaunchConfig, in clusters of so many blocks; if it `overlaps`, it begins before the last ends."""
     driver = _bindings()
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    ids = driver.CUlaunchAttributeID
+    attributes = []
+    if overlaps:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        extents = attribute.value.clusterDim
+        extents.x, extents.y, extents.z = cluster, 1, 1
+        attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes = smem_bytes
     config.hStream = stream
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

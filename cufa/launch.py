@@ -320,18 +320,21 @@ class _Kernel:
         self._launch_alone = functools.partial(cupy.cuda.driver.launchKernel, self._function.ptr, *extents)
         self._refusals = (cupy.cuda.driver.CUDADriverError, driver.DriverError)
         self._get_context = cupy.cuda.runtime.memGetInfo  # as any such function does for a thread
-        overlapping = functools.partial(
-            driver.overlapping_launch, launch.grid, launch.block, launch.smem_bytes
-        )
-        self._overlapping = functools.lru_cache(_REMEMBERED_STREAMS)(overlapping) if launch.overlaps else None
+        self._config: Callable[[int], Any] | None = None
+        if launch.overlaps or launch.cluster > 1:
+            config = functools.partial(
+                driver.launch_config,
+                *(launch.grid, launch.block, launch.smem_bytes, launch.cluster, launch.overlaps),
+            )
+            self._config = functools.lru_cache(_REMEMBERED_STREAMS)(config)
 
     def __call__(self, params: ctypes.c_char_p, stream: int, in_context: bool = False) -> None:
         """Launch on this stream, with the struct that `params` points to."""
         # The driver takes an array of pointers to parameters; there is one. CuPy's own launch builds that
         # array from objects, which takes half as long again.
         try:
-            if self._overlapping is not None:
-                driver.launch(self._overlapping(stream), self._function.ptr, params)
+            if self._config is not None:
+                driver.launch(self._config(stream), self._function.ptr, params)
             else:
                 self._launch_alone(stream, ctypes.addressof(params), 0)
         except self._refusals as error:
@@ -341,8 +344,8 @@ class _Kernel:
                 return self(params, stream, in_context=True)
             launch = self._launch
             raise LaunchError(
-                f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
-                f"and {launch.smem_bytes} bytes of shared memory: {error}"
+                f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads"
+                f"{launch.in_clusters} and {launch.smem_bytes} bytes of shared memory: {error}"
             ) from error
 
 

@@ -11,13 +11,19 @@ bindings = pytest.importorskip("cuda.bindings.driver")
 EXTENTS, STRIDES, BOX = (72, 33, 3, 2), (432, 144, 14256), (64, 16, 1, 1)
 
 
-def test_an_overlapping_launch(monkeypatch):
-    config = driver.overlapping_launch(grid=70_000, block=256, smem_bytes=40_000, stream=2)
+def test_a_launch(monkeypatch):
+    config = driver.launch_config(
+        grid=70_000, block=256, smem_bytes=40_000, cluster=2, overlaps=True, stream=2
+    )
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (70_000, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (256, 1, 1)
     assert (config.sharedMemBytes, int(config.hStream)) == (40_000, 2)
-    (attribute,) = config.attrs
-    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    overlap, cluster = config.attrs
+    assert overlap.value.programmaticStreamSerializationAllowed == 1
+    extents = cluster.value.clusterDim
+    assert (extents.x, extents.y, extents.z) == (2, 1, 1)
+    alone = driver.launch_config(grid=2, block=32, smem_bytes=0, cluster=2, overlaps=False, stream=0)
+    assert [attribute.id for attribute in alone.attrs] == [cluster.id]
 
     def launch_kernel(of, function, pointers, extra):
         assert (of, int(function), extra) == (config, 1 << 40, 0)
@@ -53,7 +59,7 @@ def test_a_refusal_has_the_driver_s_name(monkeypatch):
     with pytest.raises(driver.DriverError, match=r"^CUDA_ERROR_INVALID_VALUE$"):
         driver.encode_tensor_map("FLOAT16", 0, EXTENTS, STRIDES, BOX)
     with pytest.raises(driver.DriverError, match=r"^CUDA_ERROR_INVALID_VALUE$"):
-        driver.launch(driver.overlapping_launch(1, 32, 0, 0), 1, ctypes.c_char_p(b""))
+        driver.launch(driver.launch_config(1, 32, 0, 1, overlaps=False, stream=0), 1, ctypes.c_char_p(b""))
 
 
 @pytest.mark.gpu

@@ -79,17 +79,21 @@ class Machine:
 
         return types.SimpleNamespace(get_function=function)
 
-    def launch_kernel(self, function, grid, _y, _z, block, _by, _bz, smem_bytes, stream, pointers, _extra):
+    def launch_kernel(
+        self, function, grid, _y, _z, block, _by, _bz, smem_bytes, stream, pointers, _extra, cluster=1
+    ):
         module, entry, size = self.functions[function]
         params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value, size)
         buffers = {str(number): memory for number, memory in enumerate(self.memory)}
-        module.launch(entry, grid, block, smem_bytes, params, buffers)
+        module.launch(entry, grid, block, smem_bytes, params, buffers, cluster=cluster)
         self.launched.append(entry)
 
     def launch_with(self, config, function, pointers):
         """What `cuLaunchKernelEx` is asked for."""
         sizes = (config.gridDimX, 1, 1, config.blockDimX, 1, 1, config.sharedMemBytes, int(config.hStream))
-        self.launch_kernel(function, *sizes, ctypes.addressof(pointers), 0)
+        ids = {attribute.id.name: attribute.value for attribute in config.attrs}
+        clusters = [value.clusterDim.x for name, value in ids.items() if "CLUSTER" in name]
+        self.launch_kernel(function, *sizes, ctypes.addressof(pointers), 0, *clusters)
         self.overlapping.append(self.launched[-1])
 
 

@@ -206,6 +206,7 @@ def _macros_without_attention(
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),
         ("QUERIES_AS_HEADS", False),
+        ("CLUSTER_BLOCKS", 1),
         ("ENDS_BY_HEAD", False),
         ("ALIGN_BYTES", align_bytes),
         *feature_macros(features),

@@ -35,6 +35,8 @@ class Launch:
     its blocks wait for the previous launch (`ptx::wait_for_launch_before`) before anything that depends on
     it. At least one block must wait in any case. Since the previous launch has itself waited for its
     predecessor, the end of a launch then implies the end of all earlier launches of the plan.
+
+    The blocks of a `cluster`, as many as that, run at the same time and reach each other's shared memory.
     """
 
     entry: str
@@ -43,11 +45,18 @@ class Launch:
     smem_bytes: int = 0
     steps: int = 1
     overlaps: bool = False
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         """Refuse a grid that is too large for any GPU."""
         if self.grid > MAX_GRID:
             raise ValueError(f"{self.entry} would take {self.grid} blocks; a grid has at most {MAX_GRID}")
+        assert self.grid % self.cluster == 0
+
+    @property
+    def in_clusters(self) -> str:
+        """What to say of its clusters, if there are any."""
+        return f" in clusters of {self.cluster}" * (self.cluster > 1)
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ class Plan:
         for launch in self.launches:
             steps = f" x {launch.steps} steps" if launch.steps > 1 else ""
             lines.append(
-                f"  launch     {launch.entry}: grid {launch.grid}{steps}, "
+                f"  launch     {launch.entry}: grid {launch.grid}{steps}{launch.in_clusters}, "
                 f"block {launch.block} ({counted(launch.block // device.warp_size, 'warp')}), shared memory "
                 f"{launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
                 f"{', overlaps the one before' if launch.overlaps else ''}"

@@ -31,7 +31,9 @@ def params_bytes(problem: Problem, parting: Parting = NOT_PARTED) -> int:
 VECTOR_BYTES = 16
 
 
-def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
+def common_macros(
+    problem: Problem, parting: Parting = NOT_PARTED, cluster_blocks: int = 1
+) -> tuple[Macro, ...]:
     """The macros that config.cuh needs."""
     return (
         ("SCALAR", problem.dtype),
@@ -42,6 +44,7 @@ def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macr
         ("QUERIES_AS_HEADS", problem.queries_as_heads),
         ("ENDS_BY_HEAD", problem.ends_by_head),
         ("ALIGN_BYTES", problem.align_bytes),
+        ("CLUSTER_BLOCKS", cluster_blocks),
         *feature_macros(problem.features, parting),
     )
 

@@ -4,9 +4,10 @@
     module.launch("fwd_4_flash_v2", grid, block, smem_bytes, params, {"q": q, "out": out})
 
 `include/` stands in for what CUDA builds in, with a twin of every `ptx_*.cuh`; `runtime/` runs the threads
-of a block as fibers. What works beside them, the copy engine and wgmma, does so as late as it may. In the
-checked flavour, every access to memory is looked at (g++'s instrumentation for sanitizers, with other
-functions behind it), and what is wrong with a kernel raises `EmulatorError`.
+of a block as fibers. What works beside them, the copy engine, wgmma and what the two blocks of a cluster
+send each other, does so as late as it may. In the checked flavour, every access to memory is looked at
+(g++'s instrumentation for sanitizers, with other functions behind it), and what is wrong with a kernel raises
+`EmulatorError`.
 
 Environment: CUFA_EMULATOR_OPTIONS holds further options for g++ (as in "-O0 -g" for a debugger), CXX another
 compiler, CUFA_EMULATOR_CACHE another folder for what is compiled.
@@ -82,7 +83,7 @@ _MAX_STEPS = 1 << 32
 
 _UNUSED_SECONDS = 24 * 60 * 60
 
-_ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
+_ENTRY = re.compile(r"__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\([^)]*\)\s*)*(\w+)\s*\(")
 _PLACE = re.compile(r"<([0-9a-f]+)>\n")
 _KERNEL_LINE = re.compile(r".*/([^/]+\.cuh?:\d+)")
 
@@ -170,8 +171,11 @@ class Module:
         buffers: Mapping[str, npt.NDArray[Any]],
         threads: int = 2,
         max_steps: int = _MAX_STEPS,
+        cluster: int = 1,
     ) -> None:
         """Run `grid` blocks of `block` threads, several blocks at once on `threads` threads of the CPU.
+
+        Those of a `cluster` of two reach each other's shared memory.
 
         `params` is the kernel's parameter, one struct. `buffers` are the arrays whose addresses are in it,
         by the names that reports shall give them; a kernel may write to those only that are writeable.
@@ -195,6 +199,7 @@ class Module:
             entry.encode(),
             ctypes.c_uint(grid),
             ctypes.c_uint(block),
+            ctypes.c_uint(cluster),
             ctypes.c_uint(self._blocks_per_sm),
             ctypes.c_uint64(smem_bytes),
             params,

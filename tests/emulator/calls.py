@@ -505,7 +505,8 @@ def _run(
             params = maps[of] + pack_tensors(problem, fields) + call + features
             params = params.ljust(int(dict(plans[of].macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspaces[of]}
-            modules[of].launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
+            sizes_of_launch = launch.grid, launch.block, launch.smem_bytes
+            modules[of].launch(launch.entry, *sizes_of_launch, params, buffers, cluster=launch.cluster)
     for each, workspace in zip(plans, workspaces, strict=True):
         if each.boxes and not each.scratch and workspace.any():
             raise EmulatorError(f"{each.kernel} leaves its counter at {workspace[0]}")

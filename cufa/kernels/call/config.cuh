@@ -6,8 +6,8 @@
 #include "call/dtype.cuh"
 
 #if !defined(SCALAR) || !defined(KEY_SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || \
-    !defined(ALIGN_BYTES)
-#error "the host must define SCALAR, KEY_SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
+    !defined(ALIGN_BYTES) || !defined(CLUSTER_BLOCKS)
+#error "the host must define SCALAR, KEY_SCALAR, HEAD_DIM, VALUE_DIM, ALIGN_BYTES, CLUSTER_BLOCKS"
 #endif
 #if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
@@ -18,13 +18,14 @@
 #error "the host must define every feature"
 #endif
 
-using scalar_t = SCALAR;                  // element type of Q, K, V, O and their gradients
-using key_t = KEY_SCALAR;                 // that of K and V; in few kernels it may differ
-using acc_t = accumulator_t<scalar_t>;    // type of S, P, LSE and of every sum
-constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
-constexpr int kValueDim = VALUE_DIM;      // last axis of V and O
-constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multiple of this
-constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
+using scalar_t = SCALAR;                        // element type of Q, K, V, O and their gradients
+using key_t = KEY_SCALAR;                       // that of K and V; in few kernels it may differ
+using acc_t = accumulator_t<scalar_t>;          // type of S, P, LSE and of every sum
+constexpr int kHeadDim = HEAD_DIM;              // last axis of Q and K
+constexpr int kValueDim = VALUE_DIM;            // last axis of V and O
+constexpr int kAlignBytes = ALIGN_BYTES;        // every address and stride is a multiple of this
+constexpr int kVec = 16 / sizeof(acc_t);        // accumulators in one 16-byte shared-memory access
+constexpr int kClusterBlocks = CLUSTER_BLOCKS;  // blocks of a cluster; 1: there are none
 
 // Whether rows are query heads, of which all share a KV head, and heads are queries; and whether
 // the keys of a head then end where those of the query do under a causal mask.

@@ -36,11 +36,15 @@ using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 // bytes. The high word is the same for all operands of a kind; a sum in the low word leads from one
 // operand to the next.
 constexpr int kOperandUnit = 16;
+// In a cluster, an address also says in which block's shared memory it lies, above this.
+constexpr unsigned int kBlockWindow = 1 << 18;
 // The kinds of swizzle: none, or 16-byte chunks change places within so many bytes of a row.
 enum Swizzle : unsigned long long { kNoSwizzle = 0, kSwizzle128 = 1, kSwizzle32 = 3 };
 
 __device__ inline unsigned int operand_at(const void* address, int panel_stride) {
-    return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
+    unsigned int place = ptx::shared_address(address);
+    if (kClusterBlocks > 1) place %= kBlockWindow;
+    return panel_stride / kOperandUnit << 16 | place / kOperandUnit;
 }
 template <Swizzle Kind, int RowBytes>
 __device__ constexpr unsigned long long description_of(unsigned int operand) {

@@ -1,5 +1,6 @@
 // Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes; copies, stores
-// and additions by the copy engine (TMA); synchronization of launches that overlap and of blocks.
+// and additions by the copy engine (TMA); synchronization of launches that overlap and of blocks;
+// what the two blocks of a cluster send each other.
 #pragma once
 
 #include "ptx/ptx_sm80.cuh"
@@ -220,6 +221,64 @@ __device__ inline unsigned int load_acquire(const unsigned int* address) {
 }
 __device__ inline void add_release(unsigned int* address, unsigned int value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Partners: blocks 2i and 2i + 1 of a launch in clusters of two. Both run at the same time, and
+// each reaches shared memory of the other one.
+__device__ inline unsigned int rank_in_pair() {
+    unsigned int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Where the partner has what lies at this place in shared memory of this block.
+__device__ inline unsigned int partner_address(const void* pointer) {
+    unsigned int address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(shared_address(pointer)), "r"(rank_in_pair() ^ 1));
+    return address;
+}
+
+// __syncthreads for all threads of both blocks. Lanes of a warp may come one by one. A block must
+// not send before its partner has initialised its barriers, nor end before it has received all that
+// its partner sends.
+__device__ inline void pair_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at the partner's barrier of this place, once this thread has what it read from shared
+// memory: the partner may overwrite that. The scope is this block on purpose. It makes the arrival
+// wait for reads, but passes on nothing that was written: to release that to the cluster, the
+// arrival would wait for all that is on its way to global memory.
+__device__ inline void barrier_arrive_at_partner(Barrier& barrier) {
+    asm volatile(
+        "mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(partner_address(&barrier))
+        : "memory");
+}
+
+// Starts to store four floats in the partner's shared memory, at the place that `to`, a multiple of
+// 16 bytes, has in this block's. The bytes arrive on the partner's `barrier`, and no other way of
+// waiting covers them.
+__device__ inline void send_to_partner(float* to, const float (&four)[4], Barrier& barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(partner_address(to)),
+        "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(partner_address(&barrier))
+        : "memory");
+}
+
+// As barrier_try_wait, for a phase with arrivals or bytes of the partner.
+__device__ inline bool barrier_try_wait_for_partner(Barrier& barrier, unsigned int parity) {
+    unsigned int ended;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(ended)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    return ended != 0;
 }
 
 }  // namespace ptx

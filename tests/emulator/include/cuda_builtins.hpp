@@ -10,6 +10,8 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+// Which blocks are partners the runtime knows: clusters are pairs.
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // Blocks run on threads of the operating system, one at a time on each.

@@ -86,6 +86,19 @@ void wait_stores();
 unsigned load_acquire(const unsigned* address, const char* file, int line);
 void add_release(unsigned* address, unsigned value);
 
+// Partners, blocks 2i and 2i + 1, run at the same time.
+unsigned rank_in_pair();
+// Waits until all threads of both are here.
+void pair_sync(const char* file, int line);
+// Arrives at the barrier that lies at the same place in the partner's shared memory.
+void barrier_arrive_at_partner(const void* barrier);
+// Starts to store floats at the same place there; their bytes arrive on the partner's barrier. They
+// are there as late as they can be: when all threads of the partner wait.
+void send_to_partner(float* to, const float (&four)[4], const void* barrier);
+// As barrier_wait; and what comes before the partner's arrivals, or is what it sent, comes before
+// what follows. After barrier_wait that is chance.
+void barrier_wait_for_partner(const void* barrier, unsigned parity, const char* file, int line);
+
 // A product of a warpgroup: d = a b or d += a b in float32.
 struct Product {
     float* d;

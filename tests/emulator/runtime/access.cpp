@@ -33,6 +33,10 @@ std::string describe(const Access& other, const Access& now, const Past& past) {
     std::string who = "thread " + std::to_string(other.thread);
     if (other.block != now.block) who = "block " + std::to_string(other.block) + ", " + who;
     if (other.kind == Access::Kind::kCopy) return "to which a copy of " + who + " is under way";
+    Access by_thread = now;
+    by_thread.by = Access::By::kThread;
+    const bool only_fence = other.needs_fence_before(now) && other.comes_before(by_thread, past);
+    const char* const no_fence = " with no proxy fence between";
     switch (other.by) {
         case Access::By::kProduct:
             return "which a product of the warpgroup of " + who + " " + verb(other.kind) +
@@ -43,15 +47,17 @@ std::string describe(const Access& other, const Access& now, const Past& past) {
         case Access::By::kBulkStore:
             return "which a store of " + who + " " + verb(other.kind) +
                    " with no wait for it between";
+        case Access::By::kSend:
+            who = "block " + std::to_string(other.block ^ 1) + ", thread ";
+            return "which a send of " + who + std::to_string(other.thread) + " " +
+                   verb(other.kind) +
+                   (only_fence ? no_fence : " with no wait for its barrier between");
         default:
             break;
     }
     if (other.members & (other.members - 1)) who += " among others";
-    Access by_thread = now;
-    by_thread.by = Access::By::kThread;
-    const bool only_fence = other.needs_fence_before(now) && other.comes_before(by_thread, past);
     return "which " + who + " " + verb(other.kind) +
-           (only_fence ? " with no proxy fence between" : " with no barrier between");
+           (only_fence ? no_fence : " with no barrier between");
 }
 
 }  // namespace
@@ -99,25 +105,35 @@ void Block::note(const Access& now, const Past& past, const void* pointer, std::
     const std::uintptr_t address = number(pointer);
     Region* const region = find_region(address);
     if (!region || !region->contains(address + size - 1)) fail_bounds(now.kind, address, size);
+    if (!note_in(*region, now, past, address, size)) stop();
+}
+
+// False, and the failure says why, if this must not be.
+bool Block::note_in(Region& region, const Access& now, const Past& past, std::uintptr_t address,
+                    std::size_t size) {
     const auto what = [&] {
-        return describe(now.kind, size) + "of " + region->name + " at byte " +
-               std::to_string(address - region->begin) + ", ";
+        return describe(now.kind, size) + "of " + region.name + " at byte " +
+               std::to_string(address - region.begin) + ", ";
     };
     const bool reads = now.kind == Access::Kind::kRead;
-    if (!reads && !region->writeable) fail(what() + "which is read-only");
+    if (!reads && !region.writeable) {
+        failure_ = what() + "which is read-only";
+        return false;
+    }
 
     Access other;
     bool unwritten = false;
-    region->each_history(address, size, [&](History& history) {
-        unwritten = reads && region == &shared_ && !history.written();
+    region.each_history(address, size, [&](History& history) {
+        unwritten = reads && &region == &shared_ && !history.written();
         other = history.add(now, past);
         return unwritten || other;
     });
-    if (unwritten) fail(what() + "which no thread has written");
+    if (unwritten) failure_ = what() + "which no thread has written";
     if (other) {
-        fail("race: " + what() + describe(other, now, past),
-             "the other access:\n" + place_line(other.place));
+        failure_ = "race: " + what() + describe(other, now, past);
+        details_ = "the other access:\n" + place_line(other.place);
     }
+    return failure_.empty();
 }
 
 void Block::check_shared(Access::Kind kind, const void* pointer, std::size_t size,

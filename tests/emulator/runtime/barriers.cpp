@@ -58,21 +58,25 @@ void Block::end_phase_if_complete(SharedBarrier& barrier) {
     barrier.end_phase();
     for (Thread& thread : threads_) {
         if (!thread.waits_in(Meeting::Of::kPhase) || thread.meeting.barrier != &barrier) continue;
-        if (barrier.ended(thread.meeting.parity)) thread.resume_with(barrier.arrived);
+        if (!barrier.ended(thread.meeting.parity)) continue;
+        thread.resume_with(barrier.arrived);
+        if (thread.meeting.for_partner) thread.past.join(barrier.partner_arrived);
     }
 }
 
-void Block::wait_phase(const void* at, unsigned parity, const char* file, int line,
-                       const void* return_to) {
+void Block::wait_phase(const void* at, unsigned parity, bool for_partner, const char* file,
+                       int line, const void* return_to) {
     SharedBarrier& barrier = barrier_at(at, return_to);
     if (parity > 1) fail("waits for a phase of parity " + std::to_string(parity));
     if (barrier.ended(parity)) {
         running_->past.join(barrier.arrived);
+        if (for_partner) running_->past.join(barrier.partner_arrived);
         return;
     }
     Meeting meeting{Meeting::Of::kPhase, "mbarrier.try_wait", file, line};
     meeting.barrier = &barrier;
     meeting.parity = parity;
+    meeting.for_partner = for_partner;
     meet(meeting);
 }
 

@@ -20,7 +20,10 @@ struct SharedBarrier {
     unsigned missing = arrivals;  // of the arrivals of this phase
     long long bytes = 0;          // announced, but not there yet
     unsigned phase = 0;
-    Past arriving{}, arrived{};  // what comes before the end of this phase, and of the last one
+    // What comes before the end of this phase, and of the last one: in this block, and for those
+    // who wait for the partner too.
+    Past arriving{}, arrived{};
+    Past partner_arriving{}, partner_arrived{};
 
     // Whether the last phase that ended is of this parity, as the one before the first counts.
     bool ended(unsigned parity) const { return (phase & 1) != parity; }
@@ -28,6 +31,7 @@ struct SharedBarrier {
 
     void end_phase() {
         arrived = arriving;
+        partner_arrived = partner_arriving;
         missing = arrivals;
         ++phase;
     }

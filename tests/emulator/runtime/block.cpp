@@ -84,6 +84,8 @@ void Block::begin(unsigned index) {
     named_barriers_.fill({});
     bulk_copies_.clear();
     warp_registers_.assign(warps, registers_at_start());
+    pair_ = {};
+    launch_.signals->exclusively([&] { launch_.mailboxes[index].begun = true; });
     for (Thread& thread : threads_) {
         thread.state = Thread::State::kReady;
         thread.past.clear();
@@ -102,13 +104,17 @@ std::string Block::run(unsigned index) {
         const bool resumed = resume_ready();
         if (!failure_.empty()) return describe_failure();
         if (all_returned()) break;
-        if (release() || resumed || bring_copy() || wait_signal()) continue;
+        if (release() || resumed || bring_copy()) continue;
+        if (exchange_mail() || bring_sends() || wait_signal()) continue;
         if (abandoned_) return "";
         return failure_.empty() ? describe_deadlock() : prefix() + failure_ + "\n" + details_;
     }
-    if (bulk_copies_.empty()) return "";
-    return prefix() + "a copy is still under way to shared memory when the block ends\n" +
-           place_line(bulk_copies_.front().place);
+    end_pair();
+    if (!bulk_copies_.empty()) {
+        failure_ = "a copy is still under way to shared memory when the block ends";
+        details_ = place_line(bulk_copies_.front().place);
+    }
+    return failure_.empty() ? "" : prefix() + failure_ + "\n" + details_;
 }
 
 void Block::run_thread(void* thread) {
@@ -175,7 +181,7 @@ void Block::meet(const Meeting& meeting) {
 
 // Lets those go on who have all met; false if there are none.
 bool Block::release() {
-    bool any = release_block();
+    bool any = release_block() || release_pair();
     for (unsigned first = 0; first < threads_.size(); first += 32) any |= release_warp(first);
     for (unsigned first = 0; first < threads_.size(); first += kWarpgroup) {
         any |= release_warpgroup(first);
@@ -268,6 +274,11 @@ bool Block::release_warpgroup(unsigned first) {
 void Block::fail(const std::string& message, const std::string& details) {
     failure_ = message;
     details_ = details;
+    stop();
+}
+
+// Ends the block, for what the failure says.
+void Block::stop() {
     running_->fiber.suspend();
     __builtin_unreachable();
 }
@@ -323,6 +334,7 @@ std::string Block::describe_wait(const Thread& thread) const {
     std::string text = std::string(" in ") + meeting.operation;
     switch (meeting.of) {
         case Meeting::Of::kBlock:
+        case Meeting::Of::kPair:
             break;
         case Meeting::Of::kWarp: {
             char mask[24];

@@ -12,6 +12,7 @@
 #include "emulator.hpp"
 #include "fiber.hpp"
 #include "memory.hpp"
+#include "pairs.hpp"
 #include "products.hpp"
 #include "signals.hpp"
 
@@ -27,6 +28,7 @@ struct Launch {
     unsigned char* (*shared_memory)();
     const void* params;
     unsigned blocks, threads;
+    unsigned cluster;  // blocks that reach each other's shared memory: 1, or 2, which are partners
     unsigned blocks_per_sm;  // that share its registers
     std::size_t shared_bytes;
     bool checked;
@@ -34,13 +36,15 @@ struct Launch {
     std::uintptr_t module;    // of the kernel: where its code begins
     std::deque<Region> global{};
     Signals* signals = nullptr;
+    std::vector<Mailbox> mailboxes{};
 };
 
 // What a thread waits for.
 struct Meeting {
     // All threads of the block; lanes of a warp; all of a warpgroup; as many as a named barrier
-    // counts; the end of a phase of a barrier in shared memory; a signal of any block.
-    enum class Of { kBlock, kWarp, kWarpgroup, kNamedBarrier, kPhase, kSignal };
+    // counts; the end of a phase of a barrier in shared memory; a signal of any block; all threads
+    // of the block and of its partner.
+    enum class Of { kBlock, kWarp, kWarpgroup, kNamedBarrier, kPhase, kSignal, kPair };
 
     Of of;
     const char* operation;
@@ -56,6 +60,7 @@ struct Meeting {
     unsigned named = 0;                // which barrier
     SharedBarrier* barrier = nullptr;  // whose phase of
     unsigned parity = 0;               // must end
+    bool for_partner = false;          // and whose arrivals there are waited for, too
     Signals::Version version = 0;      // of the signals that have been seen
 
     bool same_operation(const Meeting& other) const;
@@ -136,7 +141,7 @@ class Block {
     void init_barrier(const void* at, unsigned arrivals, const void* return_to);
     void fence_barriers();
     void arrive(const void* at, unsigned announced_bytes, const void* return_to);
-    void wait_phase(const void* at, unsigned parity, const char* file, int line,
+    void wait_phase(const void* at, unsigned parity, bool for_partner, const char* file, int line,
                     const void* return_to);
     void arrive_named(const Meeting& meeting, unsigned threads, bool waits);
 
@@ -154,6 +159,12 @@ class Block {
     unsigned load_acquire(const unsigned* address, const char* file, int line,
                           const void* return_to);
     void add_release(unsigned* address, unsigned value, const void* return_to);
+
+    unsigned rank_in_pair() const { return index_ % 2; }
+    void sync_pair(const char* file, int line);
+    void arrive_at_partner(const void* barrier, const void* return_to);
+    void send_to_partner(float* to, const float (&values)[4], const void* barrier,
+                         const void* return_to);
 
     void issue(const Product& product, const void* return_to);
     void fence_products();
@@ -175,6 +186,7 @@ class Block {
     void combine(unsigned first, unsigned lanes);
     unsigned registers_at_start() const;
     void tick(Thread& thread);
+    [[noreturn]] void stop();
     [[noreturn]] void fail_steps();
     std::string describe_failure() const;
     std::string describe_deadlock() const;
@@ -192,6 +204,8 @@ class Block {
     [[gnu::noinline]] void check_others(Access::Kind kind, const void* address, std::size_t size,
                                         const void* return_to);
     void note(const Access& now, const Past& past, const void* address, std::size_t size);
+    bool note_in(Region& region, const Access& now, const Past& past, std::uintptr_t address,
+                 std::size_t size);
     Region* find_region(std::uintptr_t address);
     [[noreturn]] void fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size);
 
@@ -211,6 +225,21 @@ class Block {
     // signals.cpp
     bool wait_signal();
 
+    // pairs.cpp
+    unsigned partner() const { return index_ ^ 1; }
+    void use_partner();
+    Deed deed_at(const void* barrier, const void* return_to);
+    Past told_to_partner(const Past& past) const;
+    bool release_pair();
+    void post_mail();
+    bool exchange_mail();
+    void take_arrival(const Arrival& arrival);
+    SharedBarrier* barrier_for_partner(const Deed& deed, const Clock& known);
+    bool bring_sends();
+    bool land(const Send& send, const Past& past, SharedBarrier& barrier);
+    void blame_partner(const Deed& deed);
+    void end_pair();
+
     // products.cpp
     void read_operands();
     bool share_registers(unsigned first);
@@ -225,6 +254,7 @@ class Block {
     std::array<NamedBarrier, kNamedBarriers> named_barriers_;
     std::deque<BulkCopy> bulk_copies_;      // the oldest first
     std::vector<unsigned> warp_registers_;  // of each thread of a warp
+    Pair pair_;
     std::string failure_, details_;
     bool abandoned_ = false;  // as another block has failed
 };

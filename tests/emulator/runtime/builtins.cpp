@@ -127,7 +127,27 @@ void barrier_arrive(const void* barrier, unsigned announced_bytes) {
 }
 
 void barrier_wait(const void* barrier, unsigned parity, const char* file, int line) {
-    Block::current().wait_phase(barrier, parity, file, line, __builtin_return_address(0));
+    Block::current().wait_phase(barrier, parity, false, file, line, __builtin_return_address(0));
+}
+
+unsigned rank_in_pair() {
+    return Block::current().rank_in_pair();
+}
+
+void pair_sync(const char* file, int line) {
+    Block::current().sync_pair(file, line);
+}
+
+void barrier_arrive_at_partner(const void* barrier) {
+    Block::current().arrive_at_partner(barrier, __builtin_return_address(0));
+}
+
+void send_to_partner(float* to, const float (&four)[4], const void* barrier) {
+    Block::current().send_to_partner(to, four, barrier, __builtin_return_address(0));
+}
+
+void barrier_wait_for_partner(const void* barrier, unsigned parity, const char* file, int line) {
+    Block::current().wait_phase(barrier, parity, true, file, line, __builtin_return_address(0));
 }
 
 void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,

@@ -19,6 +19,8 @@ class Clock {
         times_[agent] = std::max(times_[agent], time);
     }
 
+    bool operator==(const Clock& other) const { return times_ == other.times_; }
+
     // What one or the other knows.
     void join(const Clock& other) {
         grow(other.times_.size());

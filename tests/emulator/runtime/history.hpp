@@ -16,9 +16,9 @@ namespace emulator {
 struct Access {
     // kCopy: a write under way, which has no moment yet.
     enum class Kind : std::uint8_t { kRead, kWrite, kAtomic, kCopy };
-    // Threads, or what works for one: a product or a store until it is waited for, a bulk copy
-    // until the barrier on which its bytes arrive is.
-    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBulkCopy, kBulkStore };
+    // Threads, or what works for one: a product or a store until it is waited for, a bulk copy or
+    // what a partner sends until the barrier on which its bytes arrive is.
+    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBulkCopy, kBulkStore, kSend };
 
     Kind kind = Kind::kRead;
     By by = By::kNobody;
@@ -30,10 +30,11 @@ struct Access {
 
     explicit operator bool() const { return by != By::kNobody; }
 
-    bool asynchronous() const { return by != By::kNobody && by != By::kThread; }
+    // Whether it reaches memory as threads do.
+    bool generic() const { return by == By::kThread || by == By::kSend; }
 
     bool needs_fence_before(const Access& now) const {
-        return by == By::kThread && kind != Kind::kRead && now.asynchronous();
+        return generic() && kind != Kind::kRead && !now.generic();
     }
 
     bool comes_before(const Access& now, const Past& past) const {

@@ -72,7 +72,7 @@ std::string run_blocks(Launch& launch, unsigned threads) {
 
 // Null, or what went wrong: valid until this thread's next launch.
 extern "C" const char* emulator_launch(const emulator::Entry* entry, const char* kernel,
-                                       unsigned blocks, unsigned block_threads,
+                                       unsigned blocks, unsigned block_threads, unsigned cluster,
                                        unsigned blocks_per_sm, std::uint64_t shared_bytes,
                                        const void* params, const Buffer* buffers,
                                        unsigned buffer_count, int checked, std::uint64_t max_steps,
@@ -80,9 +80,10 @@ extern "C" const char* emulator_launch(const emulator::Entry* entry, const char*
     alignas(64) unsigned char aligned_params[emulator::kMaxParamsBytes];
     std::memcpy(aligned_params, params, entry->params_bytes);
     const auto module = emulator::module_of(reinterpret_cast<std::uintptr_t>(entry->call));
-    Launch launch{kernel,        entry->call,   entry->shared_memory, aligned_params, blocks,
-                  block_threads, blocks_per_sm, shared_bytes,         checked != 0,   max_steps,
-                  module};
+    Launch launch{kernel,        entry->call, entry->shared_memory, aligned_params, blocks,
+                  block_threads, cluster,     blocks_per_sm,        shared_bytes,   checked != 0,
+                  max_steps,     module};
+    launch.mailboxes.resize(blocks);
     for (unsigned i = 0; i < buffer_count; ++i) {
         const Buffer& buffer = buffers[i];
         auto& region = launch.global.emplace_back(buffer.name, buffer.address, buffer.bytes,

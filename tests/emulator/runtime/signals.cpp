@@ -44,16 +44,19 @@ void Block::add_release(unsigned* address, unsigned value, const void* return_to
     tick(*running_);
 }
 
-// Lets those go on who wait for a signal, once there is one; false if there will be none.
+// Lets those go on who wait for a signal, once there is one; the partner's mail comes with one,
+// too. False if there will be none.
 bool Block::wait_signal() {
+    if (!failure_.empty()) return false;
     const auto waits = [](const Thread& thread) { return thread.waits_in(Meeting::Of::kSignal); };
-    const auto first = std::find_if(threads_.begin(), threads_.end(), waits);
-    if (first == threads_.end() || !failure_.empty()) return false;
-    Signals::Version oldest = first->meeting.version;
+    const bool any = std::any_of(threads_.begin(), threads_.end(), waits);
+    const bool for_partner = pair_.in_use && !pair_.partner_ended;
+    if (!any && !for_partner) return false;
+    Signals::Version oldest = for_partner ? pair_.version : launch_.signals->kNone;
     for (const Thread& thread : threads_) {
         if (waits(thread)) oldest = std::min(oldest, thread.meeting.version);
     }
-    const Signals::End end = launch_.signals->wait(oldest);
+    const Signals::End end = launch_.signals->wait(oldest, any || !pair_.partner_begun);
     abandoned_ = end == Signals::End::kAbandoned;
     if (end != Signals::End::kSignal) return false;
     for (Thread& thread : threads_) {

@@ -17,6 +17,7 @@ namespace emulator {
 class Signals {
   public:
     using Version = std::uint64_t;
+    static constexpr Version kNone = ~Version{0};
 
     explicit Signals(std::function<bool()> begin_another)
         : begin_another_(std::move(begin_another)) {}
@@ -45,10 +46,11 @@ class Signals {
     // will not come is nothing to report, as another block has failed.
     enum class End { kSignal, kStuck, kAbandoned };
 
-    End wait(Version seen) {
+    // More blocks are begun only if that may help.
+    End wait(Version seen, bool begins_another) {
         std::unique_lock<std::mutex> lock(mutex_);
         if (version_ != seen) return End::kSignal;
-        if (begin_another_()) ++running_;
+        if (begins_another && begin_another_()) ++running_;
         ++waiting_;
         --running_;
         end_if_stuck();

@@ -89,6 +89,27 @@ inline void wait_stores() {
 inline void let_next_launch_begin() {}
 inline void wait_for_launch_before() {}
 
+inline unsigned int rank_in_pair() {
+    return emulator::rank_in_pair();
+}
+
+inline void pair_sync(EMULATOR_HERE) {
+    emulator::pair_sync(file, line);
+}
+
+inline void barrier_arrive_at_partner(Barrier& barrier) {
+    emulator::barrier_arrive_at_partner(&barrier);
+}
+
+inline void send_to_partner(float* to, const float (&four)[4], Barrier& barrier) {
+    emulator::send_to_partner(to, four, &barrier);
+}
+
+inline bool barrier_try_wait_for_partner(Barrier& barrier, unsigned int parity, EMULATOR_HERE) {
+    emulator::barrier_wait_for_partner(&barrier, parity, file, line);
+    return true;
+}
+
 inline unsigned int load_acquire(const unsigned int* address, EMULATOR_HERE) {
     return emulator::load_acquire(address, file, line);
 }

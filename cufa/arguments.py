@@ -304,11 +304,10 @@ def _tensors(
             raise ValueError(f"v has shape {v} and k {k}; the {word} must be the same")
     if k[-1] != q[-1]:
         raise ValueError(f"k has shape {k} and q {q}; the head dim (last axis) must be the same")
-    for name, most in (("q", MAX_HEAD_DIM[direction]), ("v", MAX_VALUE_DIM[direction])):
+    for name, most in (("q", MAX_HEAD_DIM), ("v", MAX_VALUE_DIM)):
         if not 1 <= shapes[name][-1] <= most:
             raise ValueError(
-                f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
-                f"{direction}, it may be 1 to {most}"
+                f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); it may be 1 to {most}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(

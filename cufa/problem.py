@@ -7,7 +7,7 @@ a call's arguments and makes the Problem.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -21,8 +21,7 @@ from cufa.traced.header import Written
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
-MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 576, "backward": 256}
-MAX_VALUE_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
+MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512
 # The widest access of a kernel in bytes; a larger alignment gains nothing.
 MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; their products are 64-bit.

@@ -31,7 +31,7 @@ BATCHES, GPU_BATCHES = (0, 1, 2, 3, 5), (0, 1, 2, 3, 5, 17, 40)
 MAX_SCORES, EMULATED_SCORES = 1_500_000, 50_000
 HEAD_DIMS = (1, 2, 3, 5, 7, 8, 13, 16, 24, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 128)
 WIDE_HEAD_DIMS = (129, 136, 160, 192, 200, 248, 256)
-FORWARD_HEAD_DIMS = (257, 320, 384, 512, 576)
+WIDEST_HEAD_DIMS = (257, 320, 384, 512, 576)
 WINDOW_SIDES = (None, -1, 0, 1, 2, 15, 16, 33, 64, 100, 2**31 - 1)
 PAGE_SIZES = (*cases.HOPPER_PAGE_SIZES, *cases.PAGE_SIZES)
 FLOAT8_FEATURES = {
@@ -198,7 +198,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         features = features - {"deterministic"} | {"dscore_mod"}
     if not backward:
         features -= {"dlse", "dbias", "dsink", "deterministic"}
-    head_dim, value_dim = _head_dims(rng, kv_dtype, by_kernels, backward)
+    head_dim, value_dim = _head_dims(rng, kv_dtype, by_kernels)
     alike = Case(
         seed=0,
         backend=backend,
@@ -233,16 +233,16 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         yield _with_sizes(rng, alike)
 
 
-def _head_dims(rng: np.random.Generator, dtype: str, by_kernels: bool, backward: bool) -> tuple[int, int]:
+def _head_dims(rng: np.random.Generator, dtype: str, by_kernels: bool) -> tuple[int, int]:
     dims = HEAD_DIMS
     if rng.random() < (0.5 if by_kernels else 0.2):
         dims += WIDE_HEAD_DIMS
-    if not backward and rng.random() < 0.1:
-        dims = FORWARD_HEAD_DIMS
+    if rng.random() < 0.1:
+        dims = WIDEST_HEAD_DIMS
     head_dim, value_dim = (int(dim) for dim in rng.choice(dims, 2))
     if rng.random() < 0.6:
         value_dim = head_dim
-    value_dim = min(value_dim, MAX_VALUE_DIM["forward"])
+    value_dim = min(value_dim, MAX_VALUE_DIM)
     if rng.random() < (0.85 if by_kernels else 0.2):  # what all kernels take
         elements = MAX_ALIGN_BYTES // INPUT_DTYPES[dtype].itemsize
         return round_up(head_dim, elements), round_up(value_dim, elements)

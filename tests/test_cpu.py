@@ -154,6 +154,17 @@ def test_grouped_queries(dtype_name: str) -> None:
     check(problem, causal=True)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(257, 300), (576, 512), (72, 384)])
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_wide_heads(dtype_name: str, head_dim: int, head_dim_v: int) -> None:
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    for causal in (False, True):
+        rng = np.random.default_rng(20)
+        problem = random_problem(rng, dtype_name, seqlen_q=19, seqlen_k=37, heads=2, kv_heads=1, **dims)
+        check(problem, causal=causal)
+
+
 @pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("small_tiles")

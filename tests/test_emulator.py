@@ -185,8 +185,8 @@ PLANTED = {
     "missing barrier between products": (
         "bwd_2_flash_v2",
         "bwd_2_flash_v2.cu",
-        "        __syncthreads();\n        product_tn",
-        "        product_tn",
+        "        __syncthreads();\n        for_slices_back",
+        "        for_slices_back",
         r"shared memory at byte \d+, which ",
     ),
     "missing __syncwarp": (

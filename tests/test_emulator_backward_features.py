@@ -52,7 +52,7 @@ def run(kernel, case, **options):
     """The gradients, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name
     inputs = problem.q, problem.k, problem.v
-    options = {"tiles": TILES[kernel], **case.emulator_backward, **options}
+    options = {"tiles": TILES.get(kernel), **case.emulator_backward, **options}
     with np.errstate(all="ignore"):
         out, lse = reference.attention(*inputs, dtype=judge(name), **case.forward)
         out, lse = out.astype(name), lse.astype(accumulator_dtype(name))

@@ -16,7 +16,7 @@ from tolerance import assert_attention, assert_gradients
 
 import cufa
 from cufa.kernels import KERNELS
-from cufa.problem import FLOAT8
+from cufa.problem import FLOAT8, MAX_HEAD_DIM
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +28,8 @@ WIDE = ("fwd_4_flash_v2", "bwd_2_flash_v2")
 SHAPES = [(203, 330, 64, 64), (333, 201, 128, 72), (65, 700, 40, 128), (300, 300, 96, 96)]
 # For one that takes more head dims of keys than of values, but not with a soft cap or a bias.
 UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
+# One that takes wide head dims by two blocks, and narrower ones by one; not the widest.
+PAIRED_KERNEL = "bwd_5_wgmma_wide"
 # Those that add to dQ in order where all tiles of queries are worked on, but not where a mask hides some.
 UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_6_float32", "bwd_7_float32_wide")
 # For those kernels that take no others.
@@ -64,6 +66,10 @@ def supported(kernel, features):
 def draw(rng, kernel, dtype, features):
     narrowest = KERNELS[kernel].min_head_dim
     shapes = SHAPES if narrowest == 1 else WIDE_SHAPES if narrowest <= 256 else WIDEST_SHAPES
+    if KERNELS[kernel].direction == "backward" and KERNELS[kernel].max_head_dim == MAX_HEAD_DIM:
+        shapes = [*shapes, *WIDEST_SHAPES]
+    if kernel == PAIRED_KERNEL:
+        shapes = [*shapes, *WIDEST_SHAPES[1:]]
     if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias", "dbias", "dropout"}:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]

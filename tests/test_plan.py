@@ -160,6 +160,32 @@ def test_there_is_a_plan_that_fits(kernel: str, arch: str) -> None:
             assert misfit(plan) is None
 
 
+# Every so many head dims over 256, as wide as values get or with fewer or more of them.
+WIDE_DIMS = [(dim, min(dim, 512)) for dim in (*range(257, 576, 11), 512, 576)]
+WIDE_DIMS += [(576, 1), (1, 512), (264, 128), (300, 512), (64, 320)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_wide_heads_fit_everywhere(arch: str, dtype: str) -> None:
+    """In shared memory and in registers, with the gradient of a bias; by the rung that says that it can."""
+    device = Device.of(arch)
+    biased = Features(bias=(1, 4, 300, 400), bias_dtype="float32", gradients=("bias",))
+    names = ("bwd_1_naive", "bwd_2_flash_v2", "bwd_3_mma")
+    for dims, features, tf32 in itertools.product(WIDE_DIMS, (Features(), biased), (False, True)):
+        features = replace(features, tf32=tf32)
+        problem = replace(problem_for("bwd_2_flash_v2", dtype, *dims), features=features)
+        able = [name for name in names if KERNELS[name].unsupported(problem, device) is None]
+        assert "bwd_2_flash_v2" in able
+        for name in (None, *able):
+            plan: Plan | None = make_plan(problem, device, name)
+            while plan is not None:
+                assert all(launch.smem_bytes <= device.smem_per_block for launch in plan.launches)
+                of_registers = re.search(r"about (\d+) of (\d+) registers", str(plan))
+                assert not of_registers or int(of_registers[1]) <= int(of_registers[2])
+                plan = plan.beside
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", TILED)
 def test_registers_are_not_exceeded_if_other_tiles_do_with_fewer(kernel: str, arch: str) -> None:
@@ -703,7 +729,7 @@ def undefined_macros(source: str) -> set[str]:
         text = re.sub(r'"[^"\n]*"', "", text)
         names |= set(
             re.findall(
-                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT|PARTS)\b"
+                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|SLICES|STAGES|SPLIT|PARTS)\b"
                 r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32|DETERMINISTIC|ADDING|ROUNDS)\b",
                 text,
             )

@@ -21,7 +21,6 @@ from cufa.problem import (
     FLOAT8,
     INPUT_DTYPES,
     MAX_AXIS,
-    MAX_HEAD_DIM,
     Features,
     Problem,
     Shape,
@@ -70,10 +69,7 @@ def without_gradients(problem: Problem) -> str | None:
     """The part of the problem that has no backward; None if the problem has one."""
     if problem.features.page_size:
         return "--page-size"
-    if problem.key_dtype == FLOAT8:
-        return FLOAT8
-    largest = max(problem.head_dim, problem.value_dim)
-    return f"head dim {largest}" if largest > MAX_HEAD_DIM["backward"] else None
+    return FLOAT8 if problem.key_dtype == FLOAT8 else None
 
 
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:

@@ -117,7 +117,7 @@ class _Row:
     least=1,
     show_default="--heads, if given, else the preset's",
 )
-@count_option("--head-dim", "Head dim, 1 to 512, with gradients 1 to 256.", least=1, show_default=_OF_PRESET)
+@count_option("--head-dim", "Head dim, 1 to 512.", least=1, show_default=_OF_PRESET)
 @click.option("--dtype", type=INPUT_DTYPE, show_default=_OF_PRESET, help="Dtype of the arrays.")
 @feature_options(packed=False)
 @click.option("--no-causal", is_flag=True, help="Drop the preset's causal mask.")

@@ -94,12 +94,10 @@ class _Step:
 @count_option("--kv-heads", "KV heads; --heads must be a multiple.", show_default="--heads")
 @count_option(
     "--head-dim",
-    "Head dim of queries and keys, 1 to 576 (over 512 with --value-dim), with gradients 1 to 256.",
+    "Head dim of queries and keys, 1 to 576 (over 512 with --value-dim).",
     show_default=str(DEFAULT_SIZES["head_dim"]),
 )
-@count_option(
-    "--value-dim", "Head dim of values, 1 to 512, with gradients 1 to 256.", show_default="--head-dim"
-)
+@count_option("--value-dim", "Head dim of values, 1 to 512.", show_default="--head-dim")
 @click.option(
     "--dtype",
     type=INPUT_DTYPE,

@@ -9,14 +9,20 @@ from types import MappingProxyType
 from cufa.device import Device
 from cufa.messages import counted, shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, MAX_VALUE_DIM, Direction, Problem, one_of
-from cufa.rounding import ceil_div
+from cufa.rounding import ceil_div, round_up
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.
 _FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0), FLOAT8: (8, 9)}
 _FLOAT64_TENSOR_CORES = frozenset(((8, 0), (9, 0), (10, 0)))
-# Larger tiles of these would not fit into shared memory.
-_MAX_DIMS = {"float32": 512, "float64": 256}
+# Larger tiles of these would not fit into shared memory or, backward, into registers.
+_MAX_DIMS: Mapping[Direction, Mapping[str, int]] = {
+    "forward": {"float32": 512, "float64": 256},
+    "backward": {"float64": 256},
+}
+# What the smallest tiles of the backward on mma.sync, or of the gradient of a bias, have in shared memory:
+# rows of Q and K, and as many of dO and V, whose columns four warps divide in steps of 16; and all else.
+_LEAST_ROWS, _COLUMN_STEP, _OTHER_BYTES = 32, 64, 3072
 # Up to how many queries and keys a sequence is short, how many heads of such ones an SM must have to work on,
 # and up to how many head dims, for blocks that are small to be faster backward than one that is large.
 # Measured on an H200.
@@ -58,8 +64,8 @@ class Kernel:
     min_capability: tuple[int, int] = (7, 5)
     tensor_cores: bool = False
     min_head_dim: int = 1
-    max_head_dim: int = MAX_HEAD_DIM["backward"]
-    max_value_dim: int = MAX_VALUE_DIM["forward"]
+    max_head_dim: int = MAX_HEAD_DIM
+    max_value_dim: int = MAX_VALUE_DIM
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
     min_align_bytes: int = 1
@@ -115,7 +121,7 @@ class Kernel:
             )
         limit = self.max_head_dim
         if self.tensor_cores:
-            limit = min(limit, _MAX_DIMS.get(problem.dtype, limit))
+            limit = min(limit, _MAX_DIMS[self.direction].get(problem.dtype, limit))
         dim = max(problem.head_dim, problem.value_dim)
         if dim > limit:
             return f"{self.name} supports head dims up to {limit}, and this is {dim}"
@@ -124,6 +130,14 @@ class Kernel:
         if problem.value_dim > self.max_value_dim:
             most = f"head dims of values up to {self.max_value_dim}"
             return f"{self.name} supports {most}, and this is {problem.value_dim}"
+        if self.tensor_cores and self.direction == "backward":
+            columns = sum(round_up(dim, _COLUMN_STEP) for dim in (problem.head_dim, problem.value_dim))
+            needs = _LEAST_ROWS * columns * problem.itemsize + _OTHER_BYTES
+            if needs > device.smem_per_block:
+                return (
+                    f"{self.name} needs {needs:,} bytes of shared memory for head dim {problem.dims}, and "
+                    f"{device.arch} has {device.smem_per_block:,}"
+                )
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
@@ -145,6 +159,8 @@ class HopperKernel(Kernel):
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     min_capability: tuple[int, int] = (9, 0)
+    max_head_dim: int = 256
+    max_value_dim: int = 256
     only_arch: str | None = "90a"
     min_align_bytes: int = 16
     ascending_only: bool = True
@@ -207,7 +223,7 @@ class HopperBackward(HopperKernel):
 
 @dataclass(frozen=True)
 class WideHopperBackward(HopperKernel):
-    """One whose warpgroups share keys, half as many."""
+    """One whose warpgroups share keys, half as many; over head dim 256, with those of another block."""
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: not where a warpgroup can have keys of its own, nor for few short sequences
@@ -321,7 +337,6 @@ _LADDER = (
         idea="standard attention: S and P in global memory, safe softmax in three passes",
         paper="Dao et al. 2022, Algorithm 0",
         memory="O(N^2)",
-        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_2_online_softmax",
@@ -330,7 +345,6 @@ _LADDER = (
         idea="softmax in two passes, with a running maximum and sum",
         paper="Milakov and Gimelshein 2018, Algorithm 3",
         memory="O(N^2)",
-        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_3_flash_v1",
@@ -339,7 +353,6 @@ _LADDER = (
         idea="tiles in shared memory; outer loop over keys, one launch per block of keys",
         paper="Dao et al. 2022, Algorithm 1",
         memory="O(N)",
-        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_4_flash_v2",
@@ -348,7 +361,6 @@ _LADDER = (
         idea="outer loop over queries, one launch; O and the softmax state in registers",
         paper="Dao 2023, Algorithm 1",
         memory="none",
-        max_head_dim=MAX_HEAD_DIM["forward"],
         features=_FORWARD_FEATURES,
     ),
     Kernel(
@@ -358,7 +370,6 @@ _LADDER = (
         idea="tensor cores (mma.sync): S, P and O in fragments, asynchronous copies",
         paper="Dao 2023, Algorithm 1",
         memory="none",
-        max_head_dim=MAX_HEAD_DIM["forward"],
         tensor_cores=True,
         features=_FORWARD_FEATURES,
     ),
@@ -396,7 +407,6 @@ _LADDER = (
         memory="O(N)",
         dtypes=("float16", "bfloat16", FLOAT8),
         min_capability=(8, 0),
-        max_head_dim=MAX_HEAD_DIM["forward"],
         tensor_cores=True,
         min_align_bytes=2,
         mixes_dtypes=True,
@@ -420,7 +430,8 @@ _LADDER = (
         paper="Li and Liu 2025, FlashMLA",
         memory="O(N)",
         min_head_dim=257,
-        max_head_dim=MAX_HEAD_DIM["forward"],
+        max_head_dim=MAX_HEAD_DIM,
+        max_value_dim=MAX_VALUE_DIM,
         features=frozenset(
             (
                 *("window", "softcap", "bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
@@ -480,10 +491,12 @@ _LADDER = (
         name="bwd_5_wgmma_wide",
         direction="backward",
         entries=_HOPPER_BACKWARD_ENTRIES,
-        idea="head dims over 128: warpgroups share the keys and split the dims; one has S, the other dP",
+        idea="head dims over 128: two warpgroups, over 256 of two blocks, share the keys and split the dims",
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         min_head_dim=129,
+        max_head_dim=512,
+        max_value_dim=512,
         features=_HOPPER_BACKWARD_FEATURES | {"dropout_p"},
     ),
     Float32Backward(

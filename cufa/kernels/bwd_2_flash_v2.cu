@@ -4,7 +4,9 @@
 // seqlen_q * seqlen_k is stored. rowsum(P o dP) is D = rowsum(dO o O), computed beforehand. A block
 // owns a tile of keys and loops over the queries that see them, for every query head of the group.
 // dK and dV stay in registers. dQ is summed by atomic additions in acc_t and rounded at the end.
-// Where every run must give the same bits, blocks that own queries compute dQ instead.
+// Where every run must give the same bits, blocks that own queries compute dQ instead. Wide tiles
+// do not fit into shared memory: it holds one slice of the head dims at a time. S and dP are summed
+// slice by slice, then each slice is loaded again for its columns of dK, dV and dQ.
 //
 // Launches: row_sums (LSE and D; sets the sums in the workspace to zero), key_tiles, round_queries
 // or, if deterministic, query_tiles; bias_gradient, array_gradients and sink_gradient, each if it
@@ -14,7 +16,7 @@
 // Owns     block: BLOCK_N keys of one KV head, or BLOCK_M queries of one head;
 //          thread: kRows rows x kKeys keys of S and dP; some columns of kTileKeys keys of dK and
 //          dV, or of kRows rows of dQ
-// Shared   K, V, Q and dO tiles, P and dS tiles, LSE and D of the query tile
+// Shared   K, V, Q and dO tiles, of SLICES slices one; P and dS tiles, LSE and D of the query tile
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); sums of dQ (batch, heads, seqlen_q,
 //          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the
 //          bias, each if wanted
@@ -35,17 +37,26 @@ using Grid = ThreadGrid<kThreads, LANES>;
 constexpr int kRows = kBlockM / Grid::kY;
 constexpr int kKeys = kBlockN / Grid::kX;
 constexpr int kTileKeys = kBlockN / Grid::kY;
-constexpr int kHeadGroups = Grid::groups(kHeadDim), kValueGroups = Grid::groups(kValueDim);
+// Slices of the head dims, of which shared memory holds one at a time; the columns of a slice, in
+// groups of a thread, and without padding if there is one slice; how many slices have any.
+constexpr int kSlices = SLICES;
+constexpr int kHeadCols = Grid::padded(ceil_div(kHeadDim, kSlices));
+constexpr int kValueCols = Grid::padded(ceil_div(kValueDim, kSlices));
+constexpr int kHeadGroups = Grid::groups(kHeadCols), kValueGroups = Grid::groups(kValueCols);
+constexpr int kHeadDepth = min_of(kHeadDim, kHeadCols);
+constexpr int kValueDepth = min_of(kValueDim, kValueCols);
+constexpr int kHeadSlices = ceil_div(kHeadDim, kHeadCols);
+constexpr int kValueSlices = ceil_div(kValueDim, kValueCols);
 static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
 static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
 static_assert(kTileKeys * Grid::kY == kBlockN, "BLOCK_N must be a multiple of THREADS / LANES");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Tiles {
-    SharedMatrix<kBlockN, Grid::padded(kHeadDim)> k;
-    SharedMatrix<kBlockN, kValueDim> v;
-    SharedMatrix<kBlockM, Grid::padded(kHeadDim)> q;
-    SharedMatrix<kBlockM, Grid::padded(kValueDim)> dout;
+    SharedMatrix<kBlockN, kHeadCols> k;
+    SharedMatrix<kBlockN, kValueDepth> v;
+    SharedMatrix<kBlockM, kHeadCols> q;
+    SharedMatrix<kBlockM, kValueCols> dout;
     SharedMatrix<kBlockM, kBlockN> p, ds;
     RowStats rows[kBlockM];
 };
@@ -89,33 +100,80 @@ struct QueryHead {
           bias(params, sequence, head, workspace.bias) {}
 };
 
-__device__ inline void load_queries(Tiles& smem, const QueryHead& head, int first_row) {
+// A tile of keys, with their values.
+struct KeysAt {
+    Matrix<const scalar_t> k, v;
+    int first, end;
+};
+
+// Loads a slice of a tile. With several, a thread recomputes its rows and columns for each, so that
+// they take no registers in between.
+template <int Dims, class Tile>
+__device__ inline void load_slice(Tile& tile, Matrix<const scalar_t> source, int first_row,
+                                  int end_row, int first_col) {
+    const unsigned int thread = kSlices > 1 ? ptx::anew(threadIdx.x) : threadIdx.x;
+    load_tile<kThreads, Dims>(tile, source, first_row, end_row, first_col, thread);
+}
+
+__device__ inline void load_queries(Tiles& smem, const QueryHead& head, int first_row, int slice) {
     const int seqlen_q = head.rules.mask.seqlen_q;
-    load_tile<kThreads, kHeadDim>(smem.q, head.q, first_row, seqlen_q);
-    load_tile<kThreads, kValueDim>(smem.dout, head.dout, first_row, seqlen_q);
+    load_slice<kHeadDim>(smem.q, head.q, first_row, seqlen_q, slice * kHeadCols);
+    load_slice<kValueDim>(smem.dout, head.dout, first_row, seqlen_q, slice * kValueCols);
+    if (slice > 0) return;
     for (int i = threadIdx.x; i < kBlockM; i += kThreads) {
         const bool inside = first_row + i < seqlen_q;
         smem.rows[i] = inside ? head.stats[first_row + i] : RowStats{};
     }
 }
 
-__device__ inline void load_keys(Tiles& smem, Matrix<const scalar_t> k, Matrix<const scalar_t> v,
-                                 int first_key, int seqlen_k) {
-    load_tile<kThreads, kHeadDim>(smem.k, k, first_key, seqlen_k);
-    load_tile<kThreads, kValueDim>(smem.v, v, first_key, seqlen_k);
+__device__ inline void load_keys(Tiles& smem, const KeysAt& keys, int slice) {
+    load_slice<kHeadDim>(smem.k, keys.k, keys.first, keys.end, slice * kHeadCols);
+}
+__device__ inline void load_values(Tiles& smem, const KeysAt& keys, int slice) {
+    load_slice<kValueDim>(smem.v, keys.v, keys.first, keys.end, slice * kValueCols);
+}
+
+// Loads all slices in turn, and calls `use` with each.
+template <class Load, class Use>
+__device__ inline void for_slices(const Load& load, const Use& use) {
+#pragma unroll 1
+    for (int slice = 0; slice < kSlices; ++slice) {
+        __syncthreads();  // every warp is done with what was there
+        load(slice);
+        __syncthreads();
+        use(slice);
+    }
+}
+// The same in reverse, where the last slice is there. Unrolled: each has its registers.
+template <class Load, class Use>
+__device__ inline void for_slices_back(const Load& load, const Use& use) {
+#pragma unroll
+    for (int slice = kSlices - 1; slice >= 0; --slice) {
+        if (slice < kSlices - 1) {
+            __syncthreads();  // every warp is done with the slice before
+            load(slice);
+            __syncthreads();
+        }
+        use(slice);
+    }
 }
 
 // P and dS of a thread.
 struct ScoreGradients {
-    ScoreTile<kRows, kKeys> p, ds;
+    ScoreTile<kRows, kKeys> p = {}, ds = {};
 
-    // Where a row does not see a key, both are set to zero rather than computed: an LSE of -inf or
-    // a NaN in the key must have no effect. `add_up` adds to the other gradients, score by score.
+    // Adds a slice's part of S and dP.
+    __device__ void add_products(const Tiles& smem, const Grid& grid, int slice) {
+        if (slice < kHeadSlices) add_product<kHeadDepth>(p, smem.q, smem.k, grid);
+        if (slice < kValueSlices) add_product<kValueDepth>(ds, smem.dout, smem.v, grid);
+    }
+
+    // Turns S into P and dP into dS. Where a row does not see a key, both are set to zero rather
+    // than computed: an LSE of -inf or a NaN in the key must have no effect. `add_up` adds to the
+    // other gradients, score by score.
     template <bool Masked, class AddUp>
-    __device__ void recompute(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
-                              int first_row, int first_key, const AddUp& add_up) {
-        product_nt<kHeadDim>(p, smem.q, smem.k, grid);
-        product_nt<kValueDim>(ds, smem.dout, smem.v, grid);
+    __device__ void differentiate(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
+                                  int first_row, int first_key, const AddUp& add_up) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int row = first_row + grid.row(i);
@@ -135,22 +193,45 @@ struct ScoreGradients {
             }
         }
     }
+
+  private:
+    // The sum of a slice is complete before it is added: so it rounds less.
+    template <int Depth, class A, class B>
+    __device__ static void add_product(ScoreTile<kRows, kKeys>& sums, const A& a, const B& b,
+                                       const Grid& grid) {
+        if constexpr (kSlices == 1) {
+            product_nt<Depth>(sums, a, b, grid);
+        } else {
+            ScoreTile<kRows, kKeys> of_slice;
+            product_nt<Depth>(of_slice, a, b, grid);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int j = 0; j < kKeys; ++j) sums[i][j] += of_slice[i][j];
+        }
+    }
 };
 
 // The gradients of a thread's keys.
 struct KeyGradients {
-    OutputTile<kTileKeys, kHeadGroups> dk;
-    OutputTile<kTileKeys, kValueGroups> dv;
+    OutputTile<kTileKeys, kHeadGroups> dk[kHeadSlices];
+    OutputTile<kTileKeys, kValueGroups> dv[kValueSlices];
     PendingSums<1> of_arrays;
 
-    // Processes one tile of queries.
+    // Processes one tile of queries. The keys are there if there is one slice.
     template <bool Masked>
-    __device__ void attend(Tiles& smem, const QueryHead& head, const Grid& grid, int first_row,
-                           int first_key) {
-        __syncthreads();  // every warp is done with the previous queries, P and dS
-        load_queries(smem, head, first_row);
-        __syncthreads();
+    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys, const Grid& grid,
+                           int first_row) {
+        const auto load = [&](int slice) {
+            load_queries(smem, head, first_row, slice);
+            if (kSlices > 1) load_keys(smem, keys, slice);
+        };
+        const auto load_all = [&](int slice) {
+            load(slice);
+            if (kSlices > 1) load_values(smem, keys, slice);
+        };
         ScoreGradients scores;
+        for_slices(load_all, [&](int slice) { scores.add_products(smem, grid, slice); });
         const auto add_up = [&](int row, int key, acc_t product, const ScoreGradient& gradient) {
             if constexpr (kBiasGradient) head.bias.add(row, key, gradient.score);
             if constexpr (kArrayGradients) {
@@ -159,20 +240,25 @@ struct KeyGradients {
                 of_arrays.add(head.arrays, 0, 0, slopes, gradient.modified);
             }
         };
-        scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key, add_up);
+        scores.differentiate<Masked>(smem, head.rules, grid, first_row, keys.first, add_up);
         store_scores(smem.p, scores.p, grid);
         store_scores(smem.ds, scores.ds, grid);
         __syncthreads();
-        product_tn<Masked>(dv, smem.p, smem.dout, grid);
-        product_tn<Masked>(dk, smem.ds, smem.q, grid);
-        if constexpr (!kDeterministic) add_to_queries<Masked>(smem, head, grid, first_row);
+        for_slices_back(load, [&](int slice) {
+            if (slice < kValueSlices) product_tn<Masked>(dv[slice], smem.p, smem.dout, grid);
+            if (slice >= kHeadSlices) return;
+            product_tn<Masked>(dk[slice], smem.ds, smem.q, grid);
+            if constexpr (!kDeterministic)
+                add_to_queries<Masked>(smem, head, grid, first_row, slice * kHeadCols);
+        });
     }
 
   private:
-    // dQ += dS K.
+    // dQ += dS K, in the columns of a slice. With several, rows are found anew for each.
     template <bool Masked>
     __device__ static void add_to_queries(const Tiles& smem, const QueryHead& head,
-                                          const Grid& grid, int first_row) {
+                                          const Grid& grid, int first_query, int first_col) {
+        const int first_row = kSlices > 1 ? ptx::anew(first_query) : first_query;
         OutputTile<kRows, kHeadGroups> dq = {};
         product_nn<Masked>(dq, smem.ds, smem.k, grid);
 #pragma unroll
@@ -183,7 +269,7 @@ struct KeyGradients {
             for (int c = 0; c < kHeadGroups; ++c)
 #pragma unroll
                 for (int e = 0; e < kVec; ++e) {
-                    const int col = grid.dim(c) + e;
+                    const int col = first_col + grid.dim(c) + e;
                     if (col < kHeadDim) atomicAdd(head.dq_sums.row(row) + col, dq[i][c][e]);
                 }
         }
@@ -192,23 +278,28 @@ struct KeyGradients {
 
 // The gradients of a thread's queries.
 struct QueryGradients {
-    OutputTile<kRows, kHeadGroups> dq;
+    OutputTile<kRows, kHeadGroups> dq[kHeadSlices];
 
-    // Processes one tile of keys.
+    // Processes one tile of keys. The queries are there if there is one slice.
     template <bool Masked>
-    __device__ void attend(Tiles& smem, const ScoreRules& rules, Matrix<const scalar_t> k,
-                           Matrix<const scalar_t> v, const Grid& grid, int first_row,
-                           int first_key) {
-        __syncthreads();  // every warp is done with the previous keys
-        load_keys(smem, k, v, first_key, rules.mask.seqlen_k);
-        __syncthreads();
+    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys, const Grid& grid,
+                           int first_row) {
+        const auto load = [&](int slice) { load_keys(smem, keys, slice); };
+        const auto load_all = [&](int slice) {
+            load(slice);
+            load_values(smem, keys, slice);
+            if (kSlices > 1) load_queries(smem, head, first_row, slice);
+        };
         ScoreGradients scores;
+        for_slices(load_all, [&](int slice) { scores.add_products(smem, grid, slice); });
         const auto nothing_else = [](int, int, acc_t, const ScoreGradient&) {};
-        scores.recompute<Masked>(smem, rules, grid, first_row, first_key, nothing_else);
+        scores.differentiate<Masked>(smem, head.rules, grid, first_row, keys.first, nothing_else);
         // A row of dS is written and read by lanes of one warp only.
         store_scores(smem.ds, scores.ds, grid);
         __syncwarp();
-        product_nn<Masked>(dq, smem.ds, smem.k, grid);
+        for_slices_back(load, [&](int slice) {
+            if (slice < kHeadSlices) product_nn<Masked>(dq[slice], smem.ds, smem.k, grid);
+        });
     }
 };
 
@@ -234,8 +325,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int keys_end = end_of_keys(params, sequence);
     if (kPacked && first_key >= keys_end) return;  // the sequence does not have this tile
 
-    load_keys(smem, sequence.keys<const scalar_t>(params.k, kv_head),
-              sequence.keys<const scalar_t>(params.v, kv_head), first_key, sequence.seqlen_k);
+    const KeysAt keys = {sequence.keys<const scalar_t>(params.k, kv_head),
+                         sequence.keys<const scalar_t>(params.v, kv_head), first_key,
+                         sequence.seqlen_k};
+    if (kSlices == 1) {
+        load_keys(smem, keys, 0);
+        load_values(smem, keys, 0);
+    }
     KeyGradients gradients = {};
     const int group = group_of(params.sizes);
     for (int h = 0; h < group; ++h) {
@@ -243,9 +339,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         const QueryTiles<kBlockM> tiles(head.rules.mask, first_key, kBlockN);
         for (int row = tiles.begin; row < tiles.end; row += kBlockM) {
             if (tiles.masked(row)) {
-                gradients.attend<true>(smem, head, grid, row, first_key);
+                gradients.attend<true>(smem, head, keys, grid, row);
             } else {
-                gradients.attend<false>(smem, head, grid, row, first_key);
+                gradients.attend<false>(smem, head, keys, grid, row);
             }
         }
     }
@@ -257,8 +353,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     for (int j = 0; j < kTileKeys; ++j) {
         const int key = first_key + grid.key_row<kTileKeys>(j);
         if (key >= keys_end) continue;
-        store_row<kHeadDim>(dk.row(key), gradients.dk[j], params.softmax_scale, grid);
-        store_row<kValueDim>(dv.row(key), gradients.dv[j], 1, grid);
+#pragma unroll
+        for (int slice = 0; slice < kHeadSlices; ++slice)
+            store_row<kHeadDim>(dk.row(key), gradients.dk[slice][j], params.softmax_scale, grid,
+                                slice * kHeadCols);
+#pragma unroll
+        for (int slice = 0; slice < kValueSlices; ++slice)
+            store_row<kValueDim>(dv.row(key), gradients.dv[slice][j], 1, grid, slice * kValueCols);
     }
 }
 
@@ -274,13 +375,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         const KeyTiles<kBlockN> tiles(queries.rules.mask, first_row, kBlockM);
         const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
         const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
-        load_queries(smem, queries, first_row);
+        if (kSlices == 1) load_queries(smem, queries, first_row, 0);
         QueryGradients gradients = {};
         for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
+            const KeysAt keys = {k, v, key, sequence.seqlen_k};
             if (tiles.masked(key)) {
-                gradients.attend<true>(smem, queries.rules, k, v, grid, first_row, key);
+                gradients.attend<true>(smem, queries, keys, grid, first_row);
             } else {
-                gradients.attend<false>(smem, queries.rules, k, v, grid, first_row, key);
+                gradients.attend<false>(smem, queries, keys, grid, first_row);
             }
         }
 
@@ -289,7 +391,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         for (int i = 0; i < kRows; ++i) {
             const int row = first_row + grid.row(i);
             if (row >= sequence.seqlen_q) continue;
-            store_row<kHeadDim>(dq.row(row), gradients.dq[i], params.softmax_scale, grid);
+#pragma unroll
+            for (int slice = 0; slice < kHeadSlices; ++slice)
+                store_row<kHeadDim>(dq.row(row), gradients.dq[slice][i], params.softmax_scale, grid,
+                                    slice * kHeadCols);
         }
     }
 }

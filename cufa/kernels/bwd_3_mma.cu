@@ -3,8 +3,9 @@
 // Change from bwd_2_flash_v2: mma.sync as in fwd_5_mma. S and dP are computed transposed, S^T = K
 // Q^T and dP^T = V dO^T. A warp owns rows of keys, so P^T and dS^T are left operands of dV += P^T
 // dO and dK += dS^T Q straight from registers. Only dS^T goes to shared memory, for dQ = dS K.
-// Where dK and dV are too wide for a warp's registers (SPLIT 2), two warps share the rows of keys.
-// Each computes S^T and dP^T for half of the queries and owns half of the head dims of dK and dV.
+// Where dK and dV are too wide for a warp's registers (SPLIT 2 or 4), so many warps share the rows
+// of keys. Each computes S^T and dP^T for its part of the queries, or with few of them the same as
+// another warp, and owns a part of the head dims of dK and dV.
 // Where every run must give the same bits, blocks that own queries compute dQ, with the parts of
 // keys and queries exchanged. Where barriers can be waited at for parts of a block's work
 // (HANDS_OVER), warps hand over Q, dO and dS through them, and none waits for the slowest.

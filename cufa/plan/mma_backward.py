@@ -67,8 +67,13 @@ class BackwardTiles:
 
     @property
     def queries(self) -> int:
-        """Queries whose columns of S^T a warp computes."""
-        return self.block_m // self.split
+        """Queries whose columns of S^T a warp computes: with few, several warps compute the same."""
+        return self.block_m // self.score_split
+
+    @property
+    def score_split(self) -> int:
+        """The number of warps that divide the queries of the same rows of S^T."""
+        return min(self.split, self.block_m // MMA_N)
 
     @property
     def query_parts(self) -> int:
@@ -79,7 +84,8 @@ class BackwardTiles:
     def query_rows(self) -> int:
         """The number of parts of the rows of dQ: tiles of 16 rows, or pairs of them."""
         tiles = self.block_m // MMA_M
-        return tiles // 2 if self.split > 1 and tiles > 1 else tiles
+        fits = self.split < MAX_SPLIT or 2 * self.warps <= tiles * self.split
+        return tiles // 2 if self.split > 1 and tiles > 1 and fits else tiles
 
     def padded(self, dims: int, parts: int) -> int:
         """Head dims, padded so that each of this many warps has whole fragments."""
@@ -101,8 +107,10 @@ class BackwardTiles:
             return (
                 f"block_n must be {MMA_M} keys for each of threads / {WARP_SIZE} / split warps, or a multiple"
             )
-        if self.block_m % MMA_K or self.block_m % (self.split * MMA_N):
-            return f"block_m must be a multiple of {MMA_K} and of split * {MMA_N}"
+        if self.block_m % MMA_K:
+            return f"block_m must be a multiple of {MMA_K}"
+        if self.split % self.score_split or self.queries % MMA_N:
+            return f"block_m must be a multiple of split * {MMA_N}, or {MMA_K} with split {MAX_SPLIT}"
         rows = self.query_rows
         if max(rows, self.warps) % min(rows, self.warps):
             return f"of the {rows} parts of rows of dQ and the {self.warps} warps one must divide the other"
@@ -154,9 +162,23 @@ BACKWARD_TILES = {
     ),
 }
 
-# With more bytes of sums of dK and dV per key than this, two warps that share rows have too many.
-WIDE_KEY_BYTES = 2816
-WIDE_BACKWARD_TILES = (BackwardTiles(32, 16, 128, 1, 4),)
+# With more bytes of sums of dK and dV per key than this, two warps that share rows have too many; and the
+# tiles for these. By the element size.
+WIDE_KEY_BYTES = {2: 2048, 4: 2048, 8: 2816}
+WIDE_BACKWARD_TILES = {
+    2: (
+        BackwardTiles(64, 32, 256, 1, 4),
+        BackwardTiles(32, 32, 256, 1, 4),
+        BackwardTiles(32, 16, 128, 1, 4),
+        BackwardTiles(16, 16, 128, 1, 4),
+    ),
+    4: (
+        BackwardTiles(32, 32, 256, 1, 4),
+        BackwardTiles(32, 16, 128, 1, 4),
+        BackwardTiles(16, 16, 128, 1, 4),
+    ),
+    8: (BackwardTiles(32, 16, 128, 1, 4),),
+}
 
 
 # Two tiles of queries, which warps hand on instead of meeting; the first choice if they can.
@@ -184,8 +206,6 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     check_parts(problem, sizes, sizes.parts)
-    if sizes.queries % MMA_K and problem.dtype != "float64":
-        raise ValueError(f"tiles {sizes}: block_m must be a multiple of split * {MMA_K} but for float64")
     rows = lse_shape(problem)
     padded_rows = _padded_rows(problem, sizes.block_m)
     key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
@@ -233,8 +253,8 @@ def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTi
     if hands_over_queries(kind, device, HANDED_ON_TILES):
         tiles = (HANDED_ON_TILES, *tiles)
     key_bytes = (kind.head_dim + kind.value_dim) * arithmetic_of(kind).sum_bytes
-    if key_bytes > WIDE_KEY_BYTES:
-        tiles = (*WIDE_BACKWARD_TILES, *tiles)
+    if key_bytes > WIDE_KEY_BYTES[kind.itemsize]:
+        tiles = (*tiles, *WIDE_BACKWARD_TILES[kind.itemsize])
     return Candidates(device, tiles, functools.partial(_backward_cost, kind, device))
 
 

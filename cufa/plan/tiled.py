@@ -130,6 +130,18 @@ BACKWARD_TILES = (
     BackwardTiles(16, 16, 64, 8),
     BackwardTiles(4, 8, 32, 8),
 )
+# Above WIDE_HEAD_DIM the backward's shared memory holds one slice of the head dims at a time, of at most so
+# many columns by the bytes of a sum: as many as 64 KiB hold of the smallest tiles.
+SLICE_COLUMNS = {4: 128, 8: 96}
+WIDE_BACKWARD_TILES = (
+    BackwardTiles(64, 32, 256, 16),
+    BackwardTiles(32, 32, 256, 16),
+    BackwardTiles(64, 16, 256, 16),
+    BackwardTiles(32, 16, 256, 16),
+    BackwardTiles(16, 16, 256, 16),
+    BackwardTiles(16, 16, 128, 8),
+    BackwardTiles(8, 8, 64, 8),
+)
 
 
 def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -150,8 +162,7 @@ def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 
 def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
-    wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
-    candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
+    candidates = (*FLASH_V2_TILES, *WIDE_TILES) if _is_wide(problem) else FLASH_V2_TILES
     chosen = _choose("fwd_4_flash_v2", problem, device, tiles, candidates, _forward_cost)
     return _one_launch("fwd_4_flash_v2", problem, chosen)
 
@@ -181,7 +192,8 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
 
     If deterministic, the last launch has a block for each tile of queries instead.
     """
-    chosen = _choose("bwd_2_flash_v2", problem, device, tiles, BACKWARD_TILES, _backward_cost)
+    candidates = WIDE_BACKWARD_TILES if _is_wide(problem) else BACKWARD_TILES
+    chosen = _choose("bwd_2_flash_v2", problem, device, tiles, candidates, _backward_cost)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
     rows = lse_shape(problem)
     warps = threads // device.warp_size
@@ -200,6 +212,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         macros=(
             *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
+            ("SLICES", _slices(problem)),
             *gradient_macros(problem),
             *bias_macros(problem),
             ("SINK_SMEM_BYTES", sink_launch(problem, threads, warps).smem_bytes),
@@ -210,8 +223,23 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
             *(() if deterministic else (Scratch("dQ sums", (*rows, problem.head_dim)),)),
             *gradient_sums(problem),
         ),
-        reasons=chosen.reasons,
+        reasons=(*chosen.reasons, *_why_slices(_slices(problem))),
     )
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
+
+
+def _slices(problem: Problem) -> int:
+    """Slices of the head dims, of which a block of the backward holds one at a time."""
+    columns = SLICE_COLUMNS[problem.accumulator.itemsize]
+    return ceil_div(max(problem.head_dim, problem.value_dim), columns) if _is_wide(problem) else 1
+
+
+def _why_slices(slices: int) -> tuple[str, ...]:
+    """What a plan says about the slices."""
+    return (f"shared memory holds one of {slices} slices of the head dims at a time",) * (slices > 1)
 
 
 def _choose(
@@ -307,18 +335,22 @@ def _probabilities_cost(problem: Problem, tiles: Tiles) -> Cost:
 def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
     itemsize = problem.accumulator.itemsize
     vector = VECTOR_BYTES // itemsize
-    head_columns = _output_columns(problem.head_dim, tiles, itemsize)
-    value_columns = _output_columns(problem.value_dim, tiles, itemsize)
+    slices = _slices(problem)
+    head_columns = _output_columns(ceil_div(problem.head_dim, slices), tiles, itemsize)
+    value_columns = _output_columns(ceil_div(problem.value_dim, slices), tiles, itemsize)
+    value_depth = min(problem.value_dim, value_columns)
     smem_bytes = (
         shared_matrix_bytes(tiles.block_n, head_columns, itemsize)  # K
-        + shared_matrix_bytes(tiles.block_n, problem.value_dim, itemsize)  # V
+        + shared_matrix_bytes(tiles.block_n, value_depth, itemsize)  # V
         + shared_matrix_bytes(tiles.block_m, head_columns, itemsize)  # Q
         + shared_matrix_bytes(tiles.block_m, value_columns, itemsize)  # dO
         + 2 * shared_matrix_bytes(tiles.block_m, tiles.block_n, itemsize)  # P, dS
         + 2 * tiles.block_m * itemsize  # LSE, D
     )
     rows, keys, tile_keys = tiles.rows, tiles.keys, tiles.block_n // tiles.grid_rows
-    head, value = head_columns // tiles.lanes, value_columns // tiles.lanes
+    # Of all slices.
+    head = ceil_div(problem.head_dim, head_columns) * head_columns // tiles.lanes
+    value = ceil_div(problem.value_dim, value_columns) * value_columns // tiles.lanes
     work = (
         _product_nt(rows, keys, round_up(problem.head_dim, vector), vector)  # S
         + _product_nt(rows, keys, round_up(problem.value_dim, vector), vector)  # dP
@@ -326,8 +358,8 @@ def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + _product_tn(tile_keys, head, tiles.block_m, vector)  # dK
         + _product_nn(rows, head, tiles.block_n, vector)  # dQ
     )
-    # dK and dV are held all the time. Only one of S and dP, and a part of dQ, is held at once.
-    held = tile_keys * (head + value) + max(2 * rows * keys, rows * head)
+    # dK and dV are held all the time. Only one of S and dP, and a slice of dQ, is held at once.
+    held = tile_keys * (head + value) + max(2 * rows * keys, rows * head_columns // tiles.lanes)
     return Cost(smem_bytes, _registers(held, rows + keys, itemsize), work.total(itemsize))
 
 

@@ -279,7 +279,7 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
         (("--seqlens", "16,x"), "'x' is not a valid integer"),
         (("--seqlens", "0"), "0 is not in the range"),
         (("--seqlens", ","), "give at least one value"),
-        (("--seqlens", "16", "--head-dim", "300", "--direction", "both"), "head dim 300"),
+        (("--seqlens", "16", "--head-dim", "513", "--direction", "both"), "head dim 513"),
         (
             ("--seqlens", "16", "--dtype", FLOAT8, "--direction", "backward"),
             "which has no gradients",

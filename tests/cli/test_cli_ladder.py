@@ -111,7 +111,7 @@ def test_a_ladder_cannot_be_causal_and_not():
     ("options", "message"),
     [
         (("--dtype", FLOAT8), "float8_e4m3fn, which has no gradients"),
-        (("--head-dim", 300), "head dim 300"),
+        (("--head-dim", 513), "head dim 513"),
     ],
 )
 def test_ladder_refuses_gradients_that_there_are_not(direction, options, message):

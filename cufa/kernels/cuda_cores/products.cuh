@@ -129,17 +129,17 @@ __device__ inline void product_tn(OutputTile<TN, Groups>& out, const A& weights,
     }
 }
 
-// Writes a thread's columns of one output row, scaled and rounded.
+// Writes a thread's columns of one output row, from first_col on, scaled and rounded.
 template <int Dims, int Groups, class Grid>
 __device__ inline void store_row(scalar_t* row, const Vec (&values)[Groups], acc_t scale,
-                                 const Grid& grid) {
+                                 const Grid& grid, int first_col = 0) {
     constexpr int kChunk = min_of(kChunkOfRow<scalar_t, Dims>, kVec);
     using Chunk = Pack<scalar_t, kChunk>;
 #pragma unroll
     for (int c = 0; c < Groups; ++c)
 #pragma unroll
         for (int part = 0; part < kVec; part += kChunk) {
-            const int col = grid.dim(c) + part;
+            const int col = first_col + grid.dim(c) + part;
             if (col >= Dims) continue;
             Chunk chunk;
 #pragma unroll

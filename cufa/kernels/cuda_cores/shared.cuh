@@ -27,21 +27,24 @@ struct SharedMatrix {
     }
 };
 
-// Loads rows [first_row, first_row + Rows) and Cols columns of a global or paged matrix, converted
-// to acc_t. Rows outside [0, end_row) and padding columns become zero. The whole block takes part.
+// Loads rows [first_row, first_row + Rows) of a global or paged matrix of Cols columns, converted
+// to acc_t, and of these as many from first_col on as the tile has. Rows outside [0, end_row) and
+// padding columns become zero. The whole block takes part.
 template <int Threads, int Cols, class Tile, class Source>
-__device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row) {
+__device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row,
+                                 int first_col = 0, unsigned int thread = threadIdx.x) {
     // No chunk may straddle the last column.
     constexpr int kChunk = kChunkOfRow<scalar_t, Cols>;
     constexpr int kRowChunks = Tile::kCols / kChunk;
     static_assert(Tile::kCols % kChunk == 0, "a row of the tile must hold whole chunks");
     using Chunk = Pack<scalar_t, kChunk>;
 
-    for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
+    for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         Chunk chunk = {};
-        if (first_row + row < end_row && col < Cols) {
-            chunk = *reinterpret_cast<const Chunk*>(source.row(first_row + row) + col);
+        if (first_row + row < end_row && first_col + col < Cols) {
+            const scalar_t* const from = source.row(first_row + row) + first_col;
+            chunk = *reinterpret_cast<const Chunk*>(from + col);
         }
         if constexpr (kChunk % kVec == 0) {
 #pragma unroll

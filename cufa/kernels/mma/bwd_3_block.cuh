@@ -10,9 +10,11 @@
 constexpr int kStages = STAGES;
 // How the warps divide dQ: first its rows, then its columns. Where all operands come from shared
 // memory, its bandwidth is the bottleneck: then two 16-row tiles per warp load less for each
-// product.
-constexpr int kQueryRows =
-    min_of(kWarps, kSplit > 1 && kBlockM > kMmaM ? kBlockM / (2 * kMmaM) : kBlockM / kMmaM);
+// product. But the most warps that share rows divide dQ's columns no further: for more parts, wide
+// heads would be padded.
+constexpr bool kInPairs =
+    kSplit > 1 && kBlockM > kMmaM && (kSplit < kMaxSplit || kWarps * 2 * kMmaM <= kBlockM * kSplit);
+constexpr int kQueryRows = min_of(kWarps, kBlockM / (kInPairs ? 2 * kMmaM : kMmaM));
 constexpr int kQueryTiles = kBlockM / kMmaM / kQueryRows;
 constexpr int kQueryParts = kWarps / kQueryRows;
 // Head dims, padded so that all warps that share them have whole fragments; and a warp's part of

@@ -52,6 +52,7 @@ struct KeyGradients {
         };
         const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
             if constexpr (kArrayGradients) {
+                if (!place.owns_scores()) return;
                 ElementSlopes slopes;
                 head.rules.element_slopes_at(product, tile.query(score), tile.key(score), slopes);
                 of_arrays.add(head.arrays, 2 * score.m + score.e, 2 * score.m + score.half, slopes,

@@ -16,15 +16,17 @@ template <int Tiles, int Cols, int StepsAtOnce = kStepsAtOnce, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
                                       const B& b, int b_first_row = 0, int begin = 0,
                                       int end = A::kCols) {
+    constexpr int kPairCols = Cols / (2 * kMmaN) * (2 * kMmaN);
     const Operands::LeftNT<A> a_part(a, first_row);
     const Operands::RightNT<B> b_part(b, b_first_row);
+    Operands::RightHalfNT<B> b_half(b, b_first_row + kPairCols);
 #pragma unroll(StepsAtOnce)
     for (int k = begin; k < end; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
 #pragma unroll
-        for (int n = 0; n < Cols / kMmaK * kMmaK; n += 2 * kMmaN) {
+        for (int n = 0; n < kPairCols; n += 2 * kMmaN) {
             const Operands::RightPair right = b_part.at(n, k);
 #pragma unroll
             for (int m = 0; m < Tiles; ++m) {
@@ -32,10 +34,11 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
                 Operands::multiply_add(sums[0], sums[1], left[m], right);
             }
         }
-        if constexpr (Cols % kMmaK != 0) {
+        if constexpr (kPairCols < Cols) {
+            b_half.load(k);
 #pragma unroll
             for (int m = 0; m < Tiles; ++m)
-                b_part.multiply_half(s[m][Cols / kMmaN - 1], left[m], Cols - kMmaN, k);
+                b_half.multiply_add(s[m][kPairCols / kMmaN], left[m], k);
         }
     }
 }

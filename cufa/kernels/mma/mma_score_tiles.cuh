@@ -8,16 +8,17 @@
 #include "scores/mask_sixteens.cuh"
 #include "softmax/exp2_table.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT, kMaxSplit = 4;
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 // A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
-// rows and divide the columns.
+// rows and divide the columns. Where these are fewer than one fragment for each warp, kScoreSplit
+// warps divide them, and others compute the same scores.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
-constexpr int kColumns = kBlockM / kSplit;
+constexpr int kScoreSplit = min_of(kSplit, kBlockM / kMmaN);
+constexpr int kColumns = kBlockM / kScoreSplit;
 static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
               "a warp must own whole 16-row tiles of keys");
-static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
-              "a warp must own whole fragments of queries");
+static_assert(kColumns % kMmaN == 0, "a warp must own whole fragments of columns");
 
 // Steps of products that are unrolled. With three blocks per SM, a thread has 168 registers.
 constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
@@ -41,8 +42,12 @@ struct Place {
 
     // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
     __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
+    // The first column of its scores.
+    __device__ int first_col() const { return part % kScoreSplit * kColumns; }
     // The first of the two columns that a lane has of fragment n.
-    __device__ int col(int n) const { return part * kColumns + n * kMmaN + 2 * t; }
+    __device__ int col(int n) const { return first_col() + n * kMmaN + 2 * t; }
+    // Whether the scores are its own, not those that another warp has too.
+    __device__ bool owns_scores() const { return kScoreSplit == kSplit || part < kScoreSplit; }
 };
 
 // One of a lane's scores: element e of a half of fragment (m, n).
@@ -120,7 +125,7 @@ class SeenScores {
 
     // The warp's first row of fragments m, and its first column.
     __device__ int row_of(int m) const { return tile.first_row + tile.place.first_row + m * kMmaM; }
-    __device__ int first_col() const { return tile.first_col + tile.place.part * kColumns; }
+    __device__ int first_col() const { return tile.first_col + tile.place.first_col(); }
 
     __device__ void read_mask_of_keys() {
         MaskOfKeys<kColumns> masks[kTiles];
@@ -205,7 +210,7 @@ template <class Rows, class Columns>
 __device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
                                   const Place& place) {
     add_product_nt<kTiles, kColumns, kScoreSteps>(s, rows, place.first_row, columns,
-                                                  place.part * kColumns);
+                                                  place.first_col());
 }
 
 // P or dS as products take it. If they take it from registers, and rounding halves these registers,
@@ -220,5 +225,6 @@ __device__ inline decltype(auto) weights_of(const Scores& scores) {
 
 template <class Tile, class Values>
 __device__ inline void store_scores(Tile& tile, const Values& scores, const Place& place) {
-    store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
+    if (place.owns_scores())
+        store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.first_col());
 }

@@ -5,6 +5,7 @@
 // transposed; `p` is a left operand in accumulators. Specialisations have
 //   Left, RightPair          16 rows and 16 columns of operands, kMmaK deep
 //   LeftNT, LeftNN, LeftTN, RightNT, RightNN   how a lane loads them from a tile
+//   RightHalfNT              the first half of a RightPair, and how it is multiplied
 //   left_pn                  a Left from accumulators
 //   multiply_add             adds the product of a Left and a RightPair to two accumulators
 //   Pair, pair               two elements, rounded

@@ -36,16 +36,24 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }
-        // multiply_add with only the first half of a pair.
-        __device__ void multiply_half(double (&sums)[4], const Left& a, int row, int col) const {
-            ptx::mma_m16n8k16_f64(sums, a.x, column(row, col).x);
-        }
-
-      private:
         __device__ DoubleOperand<4> column(int row, int col) const {
             return DoubleOperand<4>({*place.at(row, col), *place.at(row, col + 2),
                                      *place.at(row, col + 4), *place.at(row, col + 6)});
         }
+    };
+    // Eight columns.
+    template <class Tile>
+    class RightHalfNT {
+      public:
+        __device__ RightHalfNT(const Tile& b, int row) : rows(b, row) {}
+        __device__ void load(int col) { right = rows.column(0, col); }
+        __device__ void multiply_add(double (&sums)[4], const Left& a, int) const {
+            ptx::mma_m16n8k16_f64(sums, a.x, right.x);
+        }
+
+      private:
+        RightNT<Tile> rows;
+        DoubleOperand<4> right;
     };
 
     __device__ static void multiply_add(double (&left)[4], double (&right)[4], const Left& a,

@@ -67,6 +67,30 @@ struct HalfOperands {
             return load<RightPair>(place.at(row, col));
         }
     };
+    // Eight columns, two steps deep: what one load brings.
+    template <class Tile>
+    class RightHalfNT {
+      public:
+        __device__ RightHalfNT(const Tile& b, int row)
+            : place(b, row + lane() % 8, lane() / 8 * Tile::kMatrixCols) {}
+
+        // Steps follow each other, from an even one on.
+        __device__ void load(int col) {
+            static_assert(Tile::kCols % (2 * kMmaK) == 0, "steps come in twos");
+            if (!is_second(col)) words = HalfOperands::load<RightPair>(place.at(0, col));
+        }
+        __device__ void multiply_add(FragmentOf<T>& sums, const Left& a, int col) const {
+            const bool second = is_second(col);
+            mma(sums, a.words, second ? words.words[2] : words.words[0],
+                second ? words.words[3] : words.words[1]);
+        }
+
+      private:
+        TilePlace<Tile> place;
+        RightPair words;
+
+        __device__ static bool is_second(int col) { return col / kMmaK % 2 == 1; }
+    };
     template <class Tile>
     struct RightNN {
         TilePlace<Tile> place;

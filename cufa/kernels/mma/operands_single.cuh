@@ -66,11 +66,24 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
             return {column(row, col), column(row + kMmaN, col)};
         }
 
-      private:
         __device__ SingleOperand<4> column(int row, int col) const {
             const auto x = load(place.at(row, col));
             return SingleOperand<4>({x[0], x[1], x[2], x[3]});
         }
+    };
+    // Eight columns.
+    template <class Tile>
+    class RightHalfNT {
+      public:
+        __device__ RightHalfNT(const Tile& b, int row) : rows(b, row) {}
+        __device__ void load(int col) { right = rows.column(0, col); }
+        __device__ void multiply_add(float (&sums)[4], const Left& a, int) const {
+            add(sums, a, right);
+        }
+
+      private:
+        RightNT<Tile> rows;
+        SingleOperand<4> right;
     };
 
     __device__ static void multiply_add(float (&left)[4], float (&right)[4], const Left& a,

@@ -131,9 +131,14 @@ def check(calls: dict[str, dict[str, Call]]) -> None:
     """That O, which is the first result of a forward, and all gradients of other libraries are cufa's."""
     for direction, call in calls["cufa"].items():
         ours = arrays_of(direction, call)
-        for name in calls.keys() - {"cufa"}:
+        for name in calls_in(direction, calls).keys() - {"cufa"}:
             for actual, expected in zip(ours, arrays_of(direction, calls[name][direction]), strict=True):
                 check_alike("cufa", actual, name, expected)
+
+
+def calls_in(direction: str, calls: dict[str, dict[str, Call]]) -> dict[str, Call]:
+    """Those of the libraries that take this direction."""
+    return {library: each[direction] for library, each in calls.items() if direction in each}
 
 
 def arrays_of(direction: str, call: Call) -> list[Any]:
@@ -195,8 +200,7 @@ def time_problems(
             calls = make_calls()
             check({library: each for library, each in calls.items() if library not in unchecked})
             for direction in calls["cufa"]:
-                of_direction = {library: each[direction] for library, each in calls.items()}
-                seconds = times_of(of_direction, rounds, flush.fill)
+                seconds = times_of(calls_in(direction, calls), rounds, flush.fill)
                 points.append(described | {"direction": direction, "seconds": seconds})
                 print(points[-1], flush=True)
             write_record(record, done, len(problems), {**told, "points": points})

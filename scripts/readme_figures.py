@@ -671,8 +671,7 @@ def bias(record: Row) -> str:
 def times_in_mean(peer: str, points: Sequence[Row]) -> str:
     """The mean of how many times as fast as a peer each direction is."""
     told = (
-        f"{mean_speedup(peer, [point for point in points if point['direction'] == direction]):.2f} times as "
-        f"fast {direction}"
+        f"{mean_speedup(peer, points_of(direction, points)):.2f} times as fast {direction}"
         for direction in dict.fromkeys(point["direction"] for point in points)
     )
     return " and ".join(told)
@@ -698,34 +697,53 @@ def shapes(record: Row) -> str:
 
 
 def wide(record: Row) -> str:
-    """How fast the forward is with head dims over 256, case by case."""
-    points = record["points"]
-    peers = list(dict.fromkeys(name for point in points for name in point["seconds"] if name != "cufa"))
+    """How fast head dims over 256 are, case by case."""
+    of_direction = {way: points_of(way, record["points"]) for way in ("forward", "backward")}
+    peers = {way: peers_of(points) for way, points in of_direction.items()}
     lines = [
         (
-            f"{point['head_dim']}{', causal' * point['causal']}, {record['tokens'] // point['seqlen']} x "
-            f"{point['seqlen']:,}",
-            duration(point["seconds"]["cufa"]),
-            f"{tflops(point):.0f}",
-            *(times_as_fast(point, name) for name in peers),
+            f"{forward['head_dim']}{', causal' * forward['causal']}, "
+            f"{record['tokens'] // forward['seqlen']} x {forward['seqlen']:,}",
+            *(
+                cell
+                for way, point in (("forward", forward), ("backward", backward))
+                for cell in (
+                    duration(point["seconds"]["cufa"]),
+                    f"{tflops_of_wide(point):.0f}",
+                    *(times_as_fast(point, name) for name in peers[way]),
+                )
+            ),
         )
-        for point in points
+        for forward, backward in zip(*of_direction.values(), strict=True)
     ]
-    header = ("head dim, batch x length", "forward", "TFLOP/s", *(f"x {called(name)}" for name in peers))
-    means = " and ".join(
-        f"{mean_speedup(name, points):.2f} times as fast as {called(name)}" for name in peers
+    header = [
+        "head dim, batch x length",
+        *(
+            column
+            for way, names in peers.items()
+            for column in (way, "TFLOP/s", *(f"x {called(name)}" for name in names))
+        ),
+    ]
+    means = "; ".join(
+        " and ".join(f"{mean_speedup(name, points):.2f} times {called(name)} {way}" for name in peers[way])
+        for way, points in of_direction.items()
     )
     caption = (
         f"{record['heads']} heads and {record['kv_heads']} KV heads, in {record['dtype']}. Geometric means: "
-        f"cufa is {means}. Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
+        f"cufa's speed is {means}. Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
         f"{record['torch']}, {record['date']}, by `scripts/bench_wide.py` ([wide.json](wide.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
 
-def tflops(point: Row) -> float:
+def tflops_of_wide(point: Row) -> float:
     """How many operations cufa makes in a second, in trillions."""
-    return float(point["flops"] / point["seconds"]["cufa"] / 1e12)
+    operations = sum(PRODUCTS[point["direction"]]) * point["flops_of_product"]
+    return float(operations / point["seconds"]["cufa"] / 1e12)
+
+
+def points_of(direction: str, points: Sequence[Row]) -> list[Row]:
+    return [point for point in points if point["direction"] == direction]
 
 
 def columns_of(directions: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -975,9 +993,8 @@ def summary(
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_of(shapes['points']))}.",
-        f"**Head dims over 256**, forward, which PyTorch's FlashAttention-2 and cuDNN do not take: up to "
-        f"{max(map(tflops, widest['points'])):.0f} TFLOP/s in bfloat16, "
-        f"{mean_speedup(EFFICIENT, widest['points']):.2f} times as fast as its memory-efficient attention.",
+        f"**Head dims over 256**, which PyTorch's FlashAttention-2 and cuDNN do not take: "
+        f"{times_in_mean(EFFICIENT, widest['points'])} as its memory-efficient attention, in bfloat16.",
         f"**Packed sequences** of many lengths: {over_packed} as "
         f"{fastest_of(others_of(packed['points'], 'peers'))}.",
         f"**Windows, soft caps and sinks**, in layers of models: {over_windows} as "

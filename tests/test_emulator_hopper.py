@@ -59,13 +59,18 @@ def folder(tmp_path):
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def launch(request, folder):
-    """Runs launch(entry, threads, fields, arrays, **macros).
+    """Runs launch(entry, threads, fields, arrays, **macros); more blocks than one and another source are
+    keywords, too.
 
     The parameter struct is a list: the name of an array is its address, (name, rows, columns, whether rows
     are paired) the tensor map of a box of it, an int 4 bytes of a number, bytes themselves.
     """
     run = launch_on_gpu if request.param == "gpu" else launch_on_emulator
-    return lambda *arguments, **macros: run(folder, *arguments, {**PROBE, **macros})
+
+    def launch(*arguments, source="probe_hopper.cu", blocks=1, **macros):
+        run(with_probe(source, folder) / source, blocks, *arguments, {**PROBE, **macros})
+
+    return launch
 
 
 def pack(fields, address_of, tensor_map):
@@ -83,22 +88,24 @@ def pack(fields, address_of, tensor_map):
     return params
 
 
-def launch_on_emulator(folder, entry, threads, fields, arrays, macros):
+def launch_on_emulator(probe, blocks, entry, threads, fields, arrays, macros):
     params = pack(
         fields,
         lambda name: arrays[name].ctypes.data,
         lambda name, *box: calls.tensor_map(arrays[name], *box),
     )
-    module = Module("probe_hopper.cu", macros, folder=folder)
-    module.launch(entry, 1, threads, macros["SMEM_BYTES"], aligned(params, fields), arrays)
+    module = Module(probe.name, macros, folder=probe.parent)
+    cluster = 2 if probe.name == PAIR_PROBE else 1  # a GPU finds it in the code
+    smem_bytes = macros["SMEM_BYTES"]
+    module.launch(entry, blocks, threads, smem_bytes, aligned(params, fields), arrays, cluster=cluster)
 
 
-def launch_on_gpu(folder, entry, threads, fields, arrays, macros):
+def launch_on_gpu(probe, blocks, entry, threads, fields, arrays, macros):
     cupy = pytest.importorskip("cupy")
     arch = target(None).arch
     if arch.capability != (9, 0):
         pytest.skip("no GPU of sm_90")
-    kernel = jit.load(jit.build(jit.Variant("probe_hopper.cu", tuple(macros.items()), arch, folder)))
+    kernel = jit.load(jit.build(jit.Variant(probe.name, tuple(macros.items()), arch, probe.parent)))
     kernel = kernel.get_function(entry)
     kernel.max_dynamic_shared_size_bytes = macros["SMEM_BYTES"]
     on_gpu = {name: cupy.asarray(array.view(np.uint8)) for name, array in arrays.items()}
@@ -109,7 +116,7 @@ def launch_on_gpu(folder, entry, threads, fields, arrays, macros):
     )
     params = aligned(params, fields)
     by_value = np.frombuffer(params, np.dtype((np.void, len(params))))
-    kernel((1,), (threads,), (by_value,), shared_mem=macros["SMEM_BYTES"])
+    kernel((blocks,), (threads,), (by_value,), shared_mem=macros["SMEM_BYTES"])
     for name, array in arrays.items():
         array.view(np.uint8)[...] = on_gpu[name].get()
 
@@ -625,6 +632,128 @@ def test_a_block_that_says_it_is_done_before_it_is(folder):
         take_turns(folder, barrier=barrier)
 
 
+# ---- blocks that send each other what they have ----
+
+PAIR_PROBE = "probe_pairs.cu"
+PAIR_THREADS, PAIR_SMEM_BYTES = 64, 4096
+
+
+def exchange_arrays(rng, blocks, rounds):
+    """Those of the entry `exchange`, and what shall be received."""
+    sent = rng.standard_normal((blocks, rounds, PAIR_THREADS, 4)).astype(np.float32)
+    return {"sent": sent, "received": np.zeros_like(sent)}, sent[:, :, ::-1]
+
+
+def exchange(rng, folder, blocks=2, rounds=5, checked=True, changes=(), cluster=2):
+    """What blocks receive from their partners in a copy of the probe with changes, (right, wrong)."""
+    text = (HERE / PAIR_PROBE).read_text()
+    for right, wrong in changes:
+        assert right in text
+        text = text.replace(right, wrong)
+    (folder / PAIR_PROBE).write_text(text)
+    arrays, expected = exchange_arrays(rng, blocks, rounds)
+    params = struct.pack("2qi4x", *(array.ctypes.data for array in arrays.values()), rounds)
+    module = Module(PAIR_PROBE, {"SMEM_BYTES": PAIR_SMEM_BYTES}, checked, folder)
+    sizes = blocks, PAIR_THREADS, PAIR_SMEM_BYTES
+    module.launch("exchange", *sizes, params, arrays, max_steps=1_000_000, cluster=cluster)
+    np.testing.assert_array_equal(arrays["received"], expected)
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_pairs(launch, rng, rounds):
+    arrays, expected = exchange_arrays(rng, 6, rounds)
+    probe = {"source": PAIR_PROBE, "blocks": 6}
+    launch("exchange", PAIR_THREADS, ["sent", "received", rounds], arrays, **probe)
+    np.testing.assert_array_equal(arrays["received"], expected)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_more_pairs_than_run_at_a_time(rng, folder, checked):
+    exchange(rng, folder, blocks=20, checked=checked)
+
+
+SEND = "ptx::send_to_partner(smem.landing[stage][thread], four, full);"
+WAIT_FULL, WAIT_EMPTY = "wait_for_partner(full, parity);", "wait_for_partner(empty, parity ^ 1);"
+ARRIVE = "ptx::barrier_arrive_at_partner(empty);"
+FIRST_SYNC, LAST_SYNC = "ptx::pair_sync();  // the barriers", "ptx::pair_sync();  // nothing"
+
+LANDING = r"16 bytes of shared memory at byte \d+"
+STUCK = r"exchange, block \d: threads wait for others that do not come\n(?s:.*)"
+
+ENDS_EARLY = r"ends with no wait for an arrival of block \d, thread|comes when its partner has ended"
+
+# What is changed in the probe, and what is said about it.
+PLANTED_IN_PAIRS = {
+    "a place that is not empty": (
+        [(WAIT_EMPTY, "")],
+        rf"from block \d, thread \d+: race: writes {LANDING}, which a send of block \d, thread \d+ writes",
+    ),
+    "a place that is read after it is given back": (
+        [(ARRIVE, ""), (WAIT_FULL, WAIT_FULL + ARRIVE)],
+        rf"from block \d, thread \d+: race: writes {LANDING}, which block \d, thread \d+ reads with no",
+    ),
+    "a place that is never given back": ([(ARRIVE, "")], rf"{STUCK}lacks 64 of 64 arrivals\n"),
+    "a place to which two threads send": (
+        [("landing[stage][thread]", "landing[stage][thread & 62]")],
+        rf"from block \d, thread \d+: race: writes {LANDING}, which a send of block \d, thread \d+ writes",
+    ),
+    "no wait for what is sent": (
+        [(WAIT_FULL, "")],
+        r"(which no thread has written|which a send of block \d, thread \d+ writes with no wait)",
+    ),
+    "a wait for the own block alone": (
+        [(WAIT_FULL, "while (!ptx::barrier_try_wait(full, parity)) {}")],
+        r"race: reads 4 bytes .* which a send of block \d, thread \d+ writes with no wait for its barrier",
+    ),
+    "a wait for part of the bytes": (
+        [("sizeof smem.landing[stage]", "sizeof smem.landing[stage] / 2")],
+        r"race: reads 4 bytes .* which a send of block \d, thread \d+ writes with no wait for its barrier",
+    ),
+    "a partner that never sends": (
+        [(SEND, "if (ptx::rank_in_pair() == 0) " + SEND)],
+        rf"{STUCK}lacks 0 of 1 arrivals and 1024 bytes\n",
+    ),
+    "a partner that stops sending": (
+        [(SEND, "if (ptx::rank_in_pair() == 0 || round < 3) " + SEND)],
+        rf"{STUCK}lacks 0 of 1 arrivals and 1024 bytes\n",
+    ),
+    "barriers of which the partner was not told": (
+        [(FIRST_SYNC, "__syncthreads();  // the barriers")],
+        r"(race: changes atomically 8 bytes|there is no barrier)",
+    ),
+    "a block that ends early": (
+        [(LAST_SYNC, "// nothing")],
+        ENDS_EARLY,
+    ),
+    "one of two blocks that ends early": (
+        [(LAST_SYNC, "if (ptx::rank_in_pair() == 0) " + LAST_SYNC)],
+        rf"{ENDS_EARLY}|{STUCK}threads 0-63 in barrier.cluster\n",
+    ),
+    "a thread that ends early": (
+        [(LAST_SYNC, "if (thread != 5) " + LAST_SYNC)],
+        rf"{STUCK}threads 0-4, 6-63 in barrier.cluster\n(?s:.*)thread 5 returned",
+    ),
+    "a place that is misaligned": (
+        [("landing[stage][thread], four", "landing[stage][thread] + 2, four")],
+        r"misaligned: sends 16 bytes to 8 bytes past a multiple of that",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED_IN_PAIRS)
+def test_a_planted_mistake_between_partners_is_seen(rng, folder, what):
+    changes, message = PLANTED_IN_PAIRS[what]
+    with pytest.raises(EmulatorError, match=message):
+        exchange(rng, folder, changes=changes)
+
+
+def test_a_block_without_a_partner(rng, folder):
+    with pytest.raises(EmulatorError, match=r"exchange, block 2, thread 0: the last block has no partner"):
+        exchange(rng, folder, blocks=3)
+    with pytest.raises(EmulatorError, match=r"exchange, block 0, thread 0: the launch has no clusters"):
+        exchange(rng, folder, cluster=1)
+
+
 # ---- whole calls ----
 
 
@@ -686,7 +815,7 @@ def test_a_block_that_sums_dq_of_one_head_after_the_other(rng, dims, causal):
     run("bwd_4_wgmma", problem, causal, device=replace(SMALL_DEVICE, sm_count=1))
 
 
-@pytest.mark.parametrize(("head_dim", "lengths"), [(256, (200, 200)), (192, (140, 60))])
+@pytest.mark.parametrize(("head_dim", "lengths"), [(256, (200, 200)), (192, (140, 60)), (320, (200, 150))])
 def test_the_last_of_few_blocks_rounds_dq_of_many_dims(rng, head_dim, lengths):
     problem = draw(rng, "bfloat16", *lengths, dims=(head_dim, head_dim), batch=1, heads=2, kv_heads=1)
     run("bwd_5_wgmma_wide", problem, True, device=replace(SMALL_DEVICE, l2_bytes=1 << 16))
@@ -872,7 +1001,7 @@ def test_the_flavours_compute_the_same(rng, kernel, dims):
 
 # ---- blocks that share in the sums of dQ ----
 
-BACKWARDS = cases((64, 64), (128, 40), (192, 128), (256, 256))
+BACKWARDS = cases((64, 64), (128, 40), (192, 128), (256, 256), (264, 264))
 BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].direction == "backward"]
 
 
@@ -922,6 +1051,7 @@ ROWS_IN_PARTS = [
     ("bwd_4_wgmma", (128, 128), (700, 300), True, {"row_parts": 3}),
     ("bwd_4_wgmma", (64, 64), (40, 100), False, {"row_parts": 3}),
     ("bwd_5_wgmma_wide", (192, 192), (300, 200), True, {"row_parts": 2}),
+    ("bwd_5_wgmma_wide", (264, 72), (300, 200), True, {"row_parts": 2}),
 ]
 
 
@@ -945,7 +1075,7 @@ def test_heads_left_over_by_sections(rng, heads):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("ptx::load_acquire(&added[warpgroup]) < turn", "false"),
+        ("ptx::load_acquire(before) < turn", "false"),
         ("wait_for(order.added[to.stage], to.parity, to.stage);", ""),
     ],
 )
@@ -958,6 +1088,20 @@ def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, det
     options = {"tiles": None, "device": NO_CACHE, "deterministic": deterministic}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace|threads wait for others"):
         run(kernel, problem, False, **options, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("awaited", "report"),
+    [
+        ("partner_empty, at.parity ^ 1", "race: .* of shared memory"),
+        ("full, at.parity", "reads .* of shared memory|race: .* of shared memory"),
+    ],
+)
+def test_partners_that_do_not_wait(rng, tmp_path, awaited, report):
+    folder = planted(tmp_path, "partner_sums.cuh", f"wait_for_partner({awaited});", "")
+    problem = draw(rng, "bfloat16", 150, 60, dims=(264, 264), batch=1, heads=1, kv_heads=1)
+    with pytest.raises(EmulatorError, match=report):
+        run("bwd_5_wgmma_wide", problem, False, tiles=None, device=SMALL_DEVICE, folder=folder)
 
 
 # Head dims, lengths, and into how many parts keys are parted: of all tiles under a causal mask, some of which

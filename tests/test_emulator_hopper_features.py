@@ -160,6 +160,25 @@ def test_backward(rng, checked, kernel, dtype, dims, features):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
+# By dtype and head dims, of which two blocks have half each: all of the second's values, or some of both, are
+# beyond them, or a tile of queries is shorter.
+IN_PAIRS = [
+    ("bfloat16", (264, 64), {"causal", "softcap", "dsink", "packed"}),
+    ("float16", (320, 328), {"window", "alibi_slopes", "deterministic", "seqused_k"}),
+    ("bfloat16", (512, 512), {"dlse", "dropout", "packed", "seqused_k"}),
+    ("float16", (72, 400), {"causal", "mask", "dsink"}),
+    ("bfloat16", (456, 512), {"causal", "packed", "deterministic", "sink"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "dims", "features"), IN_PAIRS)
+def test_backward_of_blocks_in_pairs(rng, dtype, dims, features):
+    for _ in range(3):
+        case = draw(rng, dtype, dims, features)
+        hide_nan(case)
+        assert_gradients(gradients_of("bwd_5_wgmma_wide", case), case.problem, **case.backward)
+
+
 # By direction; the mask's heads and sequences, and its tiles.
 HIDING = [
     ("fwd_6_wgmma", (72, 40), (2, 1), (128, 64)),
@@ -196,6 +215,7 @@ PARTED = [
     ("bwd_4_wgmma", (64, 64), {"parts": 2, "row_parts": 2}, {"packed", "causal", "deterministic"}),
     ("bwd_4_wgmma", (128, 96), {"row_parts": 3}, {"mask", "causal", "dlse", "dsink"}),
     ("bwd_5_wgmma_wide", (136, 192), {"parts": 4, "row_parts": 2}, {"window", "alibi_slopes", "dropout"}),
+    ("bwd_5_wgmma_wide", (328, 264), {"parts": 2, "row_parts": 2}, {"packed", "causal"}),
 ]
 
 
@@ -270,6 +290,7 @@ BOXED = [
     ("bwd_5_wgmma_wide", "bfloat16", (72, 136), (2, 2, 150), {"packed", "window", "deterministic"}),
     ("bwd_5_wgmma_wide", "float16", (192, 192), (1, 2, 1), {"mask", "softcap", "dropout"}),
     ("bwd_5_wgmma_wide", "bfloat16", (136, 136), (2, 1, 150), set()),
+    ("bwd_5_wgmma_wide", "float16", (392, 264), (1, 2, 150), {"packed", "softcap", "causal"}),
 ]
 
 

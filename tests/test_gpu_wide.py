@@ -1,4 +1,4 @@
-"""Head dims over 256 on a Hopper GPU: repeats, parts of keys, values in keys, heads as queries."""
+"""Head dims over 256 on a Hopper GPU: repeats, parts of keys, values in keys, heads as queries, gradients."""
 
 from dataclasses import replace
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from feature_cases import HOPPER_PAGE_SIZES, draw_case, hide_nan, in_pages
 from gpu_calls import check_forward, on_gpu, skip_unless_it_runs_here, tensors
-from tolerance import assert_attention
+from tolerance import assert_attention, assert_gradients
 
 import cufa
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = "fwd_10_wgmma_wide"
+KERNEL, BACKWARD = "fwd_10_wgmma_wide", "bwd_5_wgmma_wide"
 REPEATS = 1000
 
 
@@ -112,3 +112,31 @@ def test_heads_of_one_query_in_other_layouts(cupy, rng):
     heads_first = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
     out, lse = cufa.attention(*heads_first, layout="bhsd", return_lse=True)
     assert_attention(out.transpose(0, 2, 1, 3).get(), lse.get(), case.problem)
+
+
+# Blocks in pairs: fewer and more of them than run at once, as they come, after the first and in order.
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "features", "batch"),
+    [((512, 512), ("causal",), 8), ((320, 264), ("packed", "seqused_k"), 2), ((384, 512), (), 1)],
+)
+def test_gradients_of_blocks_in_pairs(cupy, rng, dims, features, batch, deterministic):
+    case = draw(rng, features, batch=batch, seqlen_k=1300, dims=dims)
+    q, k, v, dout = tensors(cupy, case)
+    forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+    out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+    options = {**backward, "deterministic": deterministic, "kernel": BACKWARD}
+
+    def gradients():  # rows of no sequence are left as they are
+        room = {f"d{name}": cupy.zeros_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        return cufa.attention_backward(dout, q, k, v, out, lse, **options, **room)
+
+    first = gradients()
+    with np.errstate(invalid="ignore"):
+        assert_gradients(tuple(x.get() for x in first), case.problem, **case.backward)
+    same = cupy.ones((), bool)
+    for _ in range(REPEATS // 10):
+        again = gradients()
+        for one, other in list(zip(first, again, strict=True))[0 if deterministic else 1 :]:
+            same &= (one == other).all()
+    assert same

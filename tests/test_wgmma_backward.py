@@ -195,7 +195,7 @@ def test_packed_sequences_have_tiles_of_their_own():
     ("head_dim", "batch", "seqlen"),
     [
         *[(64, 4, 4096), (128, 4, 4096), (192, 2, 4096), (256, 2, 4096)],
-        *((dim, 80, 512) for dim in (64, 128, 192, 256)),
+        *((dim, 80, 512) for dim in (64, 128, 192, 256, 384, 512)),
     ],
 )
 def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
@@ -212,6 +212,8 @@ def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
         ("float16", 96, 80),
         ("bfloat16", 192, 128),
         ("float16", 7, 255),
+        ("bfloat16", 264, 40),
+        ("float16", 512, 392),
     ],
 )
 def test_any_head_dims_compile(dtype, head_dim, value_dim):
@@ -219,7 +221,9 @@ def test_any_head_dims_compile(dtype, head_dim, value_dim):
     assert not [line for line in build.warnings if "spill" not in line]
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
+)
 def test_products_are_issued_together(head_dim, value_dim):
     """Between the parts of a product there is no wait, which the compiler would put in if it had doubts."""
     plan = plan_of(problem(head_dim, value_dim))
@@ -232,14 +236,15 @@ def test_products_are_issued_together(head_dim, value_dim):
     ("head_dim", "value_dim", "name"),
     [
         *[(64, 64, NARROW), (128, 40, NARROW), (129, 64, NARROW), (192, 128, NARROW)],
-        *[(64, 192, WIDE), (192, 129, WIDE), (193, 128, WIDE), (256, 256, WIDE)],
+        *[(64, 192, WIDE), (192, 129, WIDE), (193, 128, WIDE), (256, 256, WIDE), (512, 512, WIDE)],
+        (576, 512, "bwd_3_mma"),
     ],
 )
 def test_head_dims_choose_the_kernel(head_dim, value_dim, name):
     call = problem(head_dim, value_dim)
     assert best_kernel(call, H200).name == name
     capped = best_kernel(replace(call, features=Features(softcap=True)), H200).name
-    assert capped == (name if head_dim <= 128 else WIDE)
+    assert capped == (WIDE if name == NARROW and head_dim > 128 else name)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +274,31 @@ def test_head_dims_have_their_kernel():
     assert KERNELS[WIDE].unsupported(problem(192, 128), H200) is None
     assert "half as many keys at a time" in KERNELS[WIDE].unsuited(problem(192, 128), H200)
     assert KERNELS[WIDE].unsuited(problem(192), H200) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "features"),
+    [
+        (448, 320, Features()),  # seven panels, of which a warpgroup has four
+        (384, 512, Features(mask=(1, 1, 4096, 4096), dropout=True)),
+        (512, 512, Features(softcap=True, bias=(1, 1, 1, 1), bias_dtype="bfloat16", packed=True)),
+    ],
+)
+def test_few_bytes_spill_in_pairs(head_dim, value_dim, features):
+    plan = plan_of(replace(problem(head_dim, value_dim, causal=True), features=features))
+    assert jit.build(plan.variant).resources["key_tiles"].spill_stores <= 96
+
+
+def test_two_blocks_share_wide_heads():
+    plan = plan_of(problem(512, causal=True))
+    products = next(launch for launch in plan.launches if launch.entry == "key_tiles")
+    assert products.cluster == 2
+    assert products.grid == 2 * 4 * 4096 // 64
+    assert "key_tiles: grid 512 in clusters of 2, block 384" in str(plan)
+    assert {launch.cluster for launch in plan.launches if launch is not products} == {1}
+    assert any("two blocks share a tile of keys" in reason for reason in plan.reasons)
+    # With fewer panels there is room for longer tiles of queries.
+    assert [plan_of(problem(dim)).tiles["block_m"] for dim in (256, 384, 392)] == [64, 64, 48]
 
 
 def test_few_short_sequences_under_a_mask_have_another():

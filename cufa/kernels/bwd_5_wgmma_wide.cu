@@ -1,4 +1,5 @@
-// bwd_5_wgmma_wide: the Hopper backward for head dims that leave bwd_4_wgmma too few registers.
+// bwd_5_wgmma_wide: the Hopper backward for head dims that leave bwd_4_wgmma too few registers or,
+// over 256, a block too little shared memory.
 //
 // Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers, or
 // leave too few for a soft cap, a bias or dropout (HopperBackward.unsupported in __init__.py). So
@@ -8,14 +9,20 @@
 // keep the tensor cores busy during the softmax. Dropout keeps a part of P^T, for dV only. The
 // first warpgroup has it in registers. The second reads P^T, then overwrites it with the kept part.
 //
+// Over head dim 256, a block's shared memory and registers have room for half of the head dims. So
+// two blocks of a cluster, partners, work on the same 64 keys and the same queries, each with half
+// of the columns of all operands and gradients. S and dP are sums over both halves: each warpgroup
+// sends what it has to the same warpgroup of the partner and adds what comes from there. Then both
+// blocks compute the same P and dS.
+//
 // Launches: those of bwd_4_wgmma except array_gradients.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 64 keys of one KV head, or all of them, 64 at a time, for all query heads that
-//          share them or a part of those heads and of their rows; warpgroup: whole panels of the
-//          head dims of dK, dV and dQ
+// Owns     block, or two partners: 64 keys of one KV head, or all of them, 64 at a time, for all
+//          query heads that share them or a part of those heads and of their rows; warpgroup: whole
+//          panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
-//          a bias that TMA copies lies where P^T will be written
+//          a bias that TMA copies lies where P^T will be written; what partners send
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
 //          (wgmma_query_sums.cuh); with a mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
@@ -55,6 +62,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
         consumer.draw_kept(walk);
         wait_product<2>(s);
     }
+    consumer.add_partner(s);
     if (kRole == kWeights) consumer.share_weights(s, p, walk);
     if (!First) {
         wait_product<0>(dq);
@@ -140,15 +148,24 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 
+// Waits for all threads of the cluster.
+__device__ inline void sync_cluster() {
+    if constexpr (kClusterBlocks > 1) {
+        ptx::pair_sync();
+    } else {
+        __syncthreads();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     key_tiles(const __grid_constant__ Params params) {
     const KeyWork work = Keys::first(params.call);
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) smem.init();
-    __syncthreads();
+    sync_cluster();
     ptx::let_next_launch_begin();
     ptx::wait_for_launch_before();
-    if (!work.has_keys(params.call)) return;
+    if (!work.has_keys(params.call)) return;  // nor has a partner, so nobody waits for this block
 
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
@@ -168,6 +185,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::registers_increase<kConsumerRegisters>();
         consume<kWeightGradients>(smem, params, work);
     }
+    // Or a partner would arrive where no block is any more.
+    if constexpr (kClusterBlocks > 1) ptx::pair_sync();
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

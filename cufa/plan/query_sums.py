@@ -7,7 +7,7 @@ from enum import Enum
 from cufa.device import Device
 from cufa.plan.head_parts import FILLED
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
-from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, WIDE_TILES, Tiles, sends_sums
+from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, Tiles, sends_sums, shares_keys
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
@@ -71,14 +71,14 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
     # In bwd_5_wgmma_wide products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
     few = problem.mean_keys <= most * best.block_n
-    return Adding.AFTER_FIRST if best is WIDE_TILES or few else Adding.AS_THEY_COME
+    return Adding.AFTER_FIRST if shares_keys(best) or few else Adding.AS_THEY_COME
 
 
 def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
     if problem.features.windowed:
         return _few_add_in_window(problem, device, best)
-    short = best.block_m <= PANEL_COLS and not (best is WIDE_TILES and _cached(problem, device))
+    short = best.block_m <= PANEL_COLS and not (shares_keys(best) and _cached(problem, device))
     # Without a mask, a sequence of one tile of keys, which would be a block's alone if it were not packed.
     most = MOST_IN_ORDER if problem.causal else int(problem.features.packed)
     few = problem.mean_keys <= most * best.block_n
@@ -92,7 +92,7 @@ def _few_add_in_window(problem: Problem, device: Device, best: Tiles) -> bool:
     same time that all lag behind the slowest. Wide tiles have no registers to round dQ between products.
     """
     seen = problem.seen_keys
-    if best in (LONG_TILES, WIDE_TILES) or seen > MOST_IN_ORDER * best.block_n:
+    if best == LONG_TILES or shares_keys(best) or seen > MOST_IN_ORDER * best.block_n:
         return False
     heads = problem.kv_heads * problem.tensor_batch
     in_line = min(device.sm_count / max(1, heads), problem.mean_keys / best.block_n)

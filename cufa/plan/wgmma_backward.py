@@ -1,10 +1,10 @@
 """Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
 
 Up to head dim 128, or 192 with values to 128, each of the two has 64 of the block's 128 keys, and blocks stay
-for many tiles of keys. Above, they share 64 keys and divide the head dims. If many queries see a key, tiles
-of queries are longer where dQ is divided, and the copy engine may add to dQ; both mostly leave room for one
-tile of keys. If there are too few tiles of keys for the SMs, a block works for a part of the query heads that
-share its keys, or of their rows.
+for many tiles of keys. Above, they share 64 keys and divide the head dims; over head dim 256 with those of
+another block, in a cluster. If many queries see a key, tiles of queries are longer where dQ is divided, and
+the copy engine may add to dQ; both mostly leave room for one tile of keys. If there are too few tiles of keys
+for the SMs, a block works for a part of the query heads that share its keys, or of their rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from cufa.plan.wgmma_backward_tiles import (
     SLAB_DIMS,
     SUM_BYTES,
     THREADS,
-    WIDE_TILES,
     Tiles,
     best_tiles,
+    best_wide_tiles,
     check_tiles,
+    cluster_blocks_of,
     has_whole_queries,
     narrow_cost,
     scores_together,
@@ -63,7 +64,7 @@ class _Kind:
     """What differs between the two kernels, for one call.
 
     `best` are the fastest tiles, with all heads in one part. A block `stays` for many tiles of keys, or has
-    only one. With `bias_boxes` the copy engine brings the bias.
+    only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is shared by `cluster` blocks.
     """
 
     best: Tiles
@@ -72,6 +73,7 @@ class _Kind:
     bias_boxes: bool
     cost_of: Callable[[Tiles], Cost]
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
+    cluster: int = 1
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -113,16 +115,19 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
-    """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`."""
+    """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`, of blocks alone or in pairs, which take two SMs."""
+    cluster, best = cluster_blocks_of(problem), best_wide_tiles(problem, device)
+    pairs = replace(device, sm_count=max(1, device.sm_count // cluster))
     kind = _Kind(
-        best=WIDE_TILES,
-        adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles),
+        best=best,
+        adding_of=lambda tiles: way_of_adding(problem, pairs, best, tiles),
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
         own_macros=lambda _: (("SCORES_TOGETHER", False),),  # one warpgroup has S, the other dP
+        cluster=cluster,
     )
-    return _decide(problem, device, tiles, kind)
+    return _decide(problem, pairs, tiles, kind)
 
 
 def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Choice[Tiles]:
@@ -159,7 +164,11 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     launches = (
         seen_launch(problem, seen, HELPER_THREADS, helper_warps),
         Launch("row_sums", row_blocks, HELPER_THREADS),
-        Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
+        Launch(
+            *("key_tiles", key_blocks * kind.cluster, THREADS, smem_bytes),
+            overlaps=overlaps,
+            cluster=kind.cluster,
+        ),
         round_keys(problem, tiles.all_parts, HELPER_THREADS, helper_warps, overlaps=True),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
         array_launch(problem, HELPER_THREADS),
@@ -171,7 +180,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     return Decisions(
         tiles=sizes_of(tiles),
         macros=(
-            *common_macros(problem),
+            *common_macros(problem, cluster_blocks=kind.cluster),
             ("BLOCK_M", tiles.block_m),
             ("STAGES", tiles.stages),
             ("PARTS", tiles.all_parts),
@@ -195,7 +204,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             Scratch("dQ sums", (query_parts, padded_dim, tiles.block_m)),
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.all_parts),
-            *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),
+            *((Scratch("blocks added", (query_parts, kind.cluster * CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
             *array_sums(problem),
@@ -204,6 +213,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             *chosen.reasons,
             *_how(problem, adding, rounds, stay=kind.stays),
             *why_parts(tiles.parts, tiles.row_parts),
+            *(("two blocks share a tile of keys, each with half of the head dims",) * (kind.cluster > 1)),
         ),
         boxes=boxes,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cufa.device import REGISTERS_PER_SM
+from cufa.device import REGISTERS_PER_SM, Device
 from cufa.plan.choice import Cost
 from cufa.plan.head_parts import check_parts
 from cufa.plan.hopper import (
@@ -101,7 +101,10 @@ TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMM
 # The best tiles above head dim 64 if dQ of a tile is divided and at least this many queries of a head see a
 # key on average: blocks then seldom go on to other keys, so waiting for those matters little.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
-WIDE_TILES = Tiles(64, WGMMA_M, 2)
+# The best tiles where the warpgroups share keys, and shorter ones, beside which more head dims fit.
+WIDE_TILES, WIDEST_TILES = Tiles(64, WGMMA_M, 2), Tiles(48, WGMMA_M, 2)
+# Above this many head dims two blocks have half of them each.
+MOST_DIMS_OF_BLOCK = 256
 # The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
 # are seen by at most three, and it passes over the rest. In wider windows short tiles cost more than that.
 NEAR_TILES, NEAR = Tiles(64, CONSUMERS * WGMMA_M, 3), 64
@@ -149,6 +152,22 @@ def best_tiles(problem: Problem) -> Tiles:
     return next(tiles for limit, tiles in TILES.items() if dim <= limit)
 
 
+def shares_keys(tiles: Tiles) -> bool:
+    """Whether the warpgroups share the keys, as in `bwd_5_wgmma_wide`."""
+    return tiles.block_n == WGMMA_M
+
+
+def cluster_blocks_of(problem: Problem) -> int:
+    """How many blocks of a cluster share a tile of keys of `bwd_5_wgmma_wide`, and divide the head dims."""
+    return 2 if max(problem.head_dim, problem.value_dim) > MOST_DIMS_OF_BLOCK else 1
+
+
+def best_wide_tiles(problem: Problem, device: Device) -> Tiles:
+    """The fastest tiles of `bwd_5_wgmma_wide`, with all heads in one part."""
+    smem_bytes = wide_cost(problem, WIDE_TILES).smem_bytes
+    return WIDE_TILES if smem_bytes <= device.smem_per_block else WIDEST_TILES
+
+
 def sends_sums(problem: Problem, tiles: Tiles) -> bool:
     """Whether the copy engine should add to dQ, if blocks add as they come.
 
@@ -179,9 +198,9 @@ def scores_together(problem: Problem) -> bool:
     return problem.head_dim <= MOST_DIMS_TOGETHER
 
 
-def padded_dims(dims: int) -> int:
-    """Head dims, padded so that each warpgroup has whole panels, and at least one."""
-    return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
+def padded_dims(dims: int, cluster: int) -> int:
+    """A block's head dims, padded so that each warpgroup has whole panels, and at least one."""
+    return max(round_up(ceil_div(dims, cluster), PANEL_COLS), CONSUMERS * PANEL_COLS)
 
 
 def statistics_bytes(tiles: Tiles) -> int:
@@ -219,10 +238,12 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
 
 def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
     """The cost of tiles of `bwd_5_wgmma_wide`."""
-    m, n = tiles.block_m, tiles.block_n
-    head, value = padded_dims(problem.head_dim), padded_dims(problem.value_dim)
+    m, n, cluster = tiles.block_m, tiles.block_n, cluster_blocks_of(problem)
+    head, value = (padded_dims(dims, cluster) for dims in (problem.head_dim, problem.value_dim))
+    partner_bytes = CONSUMERS * (n * m * SUM_BYTES + 2 * BARRIER_BYTES)
     smem_bytes = (
-        panel_tile_bytes(n, head)  # K
+        round_up(partner_bytes * (cluster - 1), SWIZZLE_BYTES)  # scores of the partner
+        + panel_tile_bytes(n, head)  # K
         + panel_tile_bytes(n, value)  # V
         + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS

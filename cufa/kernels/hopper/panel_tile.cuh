@@ -90,11 +90,11 @@ __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier&
 // The same for a whole tile that is needed once.
 template <class Tile>
 __device__ inline void copy_tile_once(Tile& tile, const TensorMap& map, ptx::Barrier& barrier,
-                                      int batch, int head, int first_row) {
+                                      int batch, int head, int first_row, int first_col = 0) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box_once(tile.data[panel][0], map, barrier, panel * Tile::kPanelCols, first_row,
-                           head, batch);
+        ptx::copy_box_once(tile.data[panel][0], map, barrier, first_col + panel * Tile::kPanelCols,
+                           first_row, head, batch);
     }
 }
 

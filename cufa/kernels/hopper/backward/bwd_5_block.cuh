@@ -2,14 +2,26 @@
 #pragma once
 
 #include "hopper/backward/key_softmax.cuh"
+#include "hopper/backward/partner_sums.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
 #include "hopper/backward/wgmma_seen_queries.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
-constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
-// Panels of the head dims; each warpgroup has at least one.
-constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
-constexpr int kValuePanels = kValueDim > kPanelCols ? ceil_div(kValueDim, kPanelCols) : kConsumers;
+// Panels of a block's part of the head dims; each warpgroup has at least one. Beyond the head dims
+// they are zero.
+__device__ constexpr int panels_of_block(int dims) {
+    return max_of(ceil_div(dims, kClusterBlocks * kPanelCols), kConsumers);
+}
+constexpr int kHeadPanels = panels_of_block(kHeadDim), kValuePanels = panels_of_block(kValueDim);
+// The depth of S and dP.
+constexpr int kHead = min_of(round_up(kHeadDim, kWgmmaK), kHeadPanels* kPanelCols);
+constexpr int kValue = min_of(round_up(kValueDim, kWgmmaK), kValuePanels* kPanelCols);
+__device__ inline int first_head_col() {
+    return rank_in_cluster() * kHeadPanels * kPanelCols;
+}
+__device__ inline int first_value_col() {
+    return rank_in_cluster() * kValuePanels * kPanelCols;
+}
 
 using KeyRows = PanelTile<kBlockN, kHeadPanels * kPanelCols>;
 using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
@@ -20,7 +32,7 @@ using Keys = KeyOrder<kBlockN>;
 using Tiles = QueryTileRange<kBlockM, kBlockN>;
 using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
-using Sums = QuerySums<kBlockM, kHeadPanels, false>;
+using Sums = QuerySums<kBlockM, kClusterBlocks * kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 
 // TMA copies the bias of a tile to where P^T will be written.
@@ -31,7 +43,26 @@ __device__ inline Tile& bias_in_place_of(ScoreRows& p) {
     return reinterpret_cast<Tile&>(p);
 }
 
-struct Smem {
+// What comes from the partner, if there is one, for each warpgroup.
+template <int ClusterBlocks>
+struct FromPartner {
+    PartnerSums<kBlockM / 2> sums[kConsumers];
+
+    __device__ void init_partner() {
+        for (auto& of_warpgroup : sums) of_warpgroup.init();
+    }
+    __device__ void add_partner(WgmmaSums<kBlockM>& s, int warpgroup, RingPosition<1>& at) {
+        sums[warpgroup].add_to(s, at);
+        at.advance();
+    }
+};
+template <>
+struct FromPartner<1> {
+    __device__ static void init_partner() {}
+    __device__ static void add_partner(WgmmaSums<kBlockM>&, int, RingPosition<1>&) {}
+};
+
+struct Smem : FromPartner<kClusterBlocks> {
     KeyRows k;
     ValueRows v;
     QueryRows q[kStages];
@@ -53,6 +84,7 @@ struct Smem {
         p_ring.init(kWarps, kWarpgroup);
         ds_ring.init(kWarps, kWarpgroup);
         keys_ring.init(kConsumers);
+        init_partner();
         if (kTurns) {
             for (OrderRing<kStages>& waiting : order) waiting.init();
         }

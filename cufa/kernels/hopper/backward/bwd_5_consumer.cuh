@@ -35,6 +35,7 @@ struct Consumer {
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
     RingPosition<kStages> turn;   // the next to add to dQ, if blocks take turns
+    RingPosition<1> partner_at;   // the next sums that come from the partner
     float* tile_before;           // the sums of dQ of the tile before
     float* late_tile;             // the sums of the tile before it, without the last panel
     bool last_before, last_late;  // whether these are the last keys that those tiles see
@@ -103,13 +104,18 @@ struct Consumer {
         smem.q_ring.wait_full(at);
         if (kRole == kWeights) {
             softmax.begin_scores(s, smem.rows[at.stage]);
+            if (kScoresBeginWithLse) keep_in_first_block(s);
             issue_product_nt<kHead, kBlockM, kScoresBeginWithLse>(s, smem.k, smem.q[at.stage]);
         } else {
             softmax.begin_gradients(s, smem.rows[at.stage]);
+            keep_in_first_block(s);
             smem.dout_ring.wait_full(at);
             issue_product_nt<kValue, kBlockM, true>(s, smem.v, smem.dout[at.stage]);
         }
     }
+
+    // Adds the sums over the partner's part of the head dims.
+    __device__ void add_partner(Scores& s) { smem.add_partner(s, kRole, partner_at); }
 
     // Computes P^T and shares it; `p` becomes what dropout keeps of it.
     template <class Walk>
@@ -210,12 +216,13 @@ struct Consumer {
     // Stores the gradients of the keys in this warpgroup's part of the head dims, through the
     // shared memory of the keys.
     __device__ void store(KeyGradients& dk, ValueGradients& dv) {
+        const int head_col = first_head_col() + kKeyPart.first_col();
+        const int value_col = first_value_col() + kValuePart.first_col();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (took_out) {
             const Tiles tiles(params.call, work);
             add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call),
-                                      work.heads(params.call.sizes), tiles, softmax,
-                                      kValuePart.first_col());
+                                      work.heads(params.call.sizes), tiles, softmax, value_col);
         }
         const BackwardParams& call = params.call;
         if constexpr (kDropout) {
@@ -226,11 +233,13 @@ struct Consumer {
         }
         if constexpr (kParts > 1) {
             const WgmmaKeySums key_sums = QueryWorkspace(call).key_sums;
-            key_sums.write_values<kValueCols>(call, work, 0, kValuePart.first_col(), dv);
-            key_sums.write_keys<kKeyCols>(call, work, 0, kKeyPart.first_col(), dk);
+            key_sums.write_values<kValueCols>(call, work, 0, value_col, dv);
+            key_sums.write_keys<kKeyCols>(call, work, 0, head_col, dk);
         } else {
-            store<kValueCols, kValueDim>(params.dv, call.dv, smem.v, kValuePart, dv, 1);
-            store<kKeyCols, kHeadDim>(params.dk, call.dk, smem.k, kKeyPart, dk, call.softmax_scale);
+            auto& values = part_of<kValueCols>(smem.v, kValuePart.first_col());
+            auto& keys = part_of<kKeyCols>(smem.k, kKeyPart.first_col());
+            store<kValueCols, kValueDim>(params.dv, call.dv, values, value_col, dv, 1);
+            store<kKeyCols, kHeadDim>(params.dk, call.dk, keys, head_col, dk, call.softmax_scale);
         }
         if (threadIdx.x % kWarpgroup == 0) {
             ptx::wait_stores_read();
@@ -240,10 +249,19 @@ struct Consumer {
     }
 
   private:
+    // What sums start from counts once.
+    __device__ static void keep_in_first_block(Scores& s) {
+        if constexpr (kClusterBlocks > 1) {
+#pragma unroll
+            for (float& sum : s) sum = rank_in_cluster() == 0 ? sum : 0;
+        }
+    }
+
     // Adds a panel to the sums of a tile, once it is this warpgroup's turn.
     __device__ void add_panel(float* tile, bool last, bool sets, int panel, QueryPart& dq) {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
-        const Sums::Part part = Sums::panel_of(tile, kQueryPart.begin + panel);
+        const Sums::Part part =
+            Sums::panel_of(tile, rank_in_cluster() * kHeadPanels + kQueryPart.begin + panel);
         if (part.has_own_slab()) add_or_round(tile, last, sets, part.sums, dq);
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);
@@ -292,17 +310,16 @@ struct Consumer {
     }
 
     template <int Dims, int TensorDims, class Rows>
-    __device__ void store(const TensorMap& map, const Tensor& tensor, Rows& tile, PanelRange part,
+    __device__ void store(const TensorMap& map, const Tensor& tensor, Rows& rows, int first_col,
                           WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
         for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
         WgmmaOperand<Dims> rounded;
         round_to_operand<Dims>(rounded, sums);
-        auto& rows = part_of<Dims>(tile, part.first_col());
         write_rows<Dims>(rows, rounded, row_of_warp());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
-        send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, part.first_col());
+        send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, first_col);
     }
 
     template <bool Masked>

@@ -12,8 +12,10 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     smem.keys_ring.wait_empty(to);
     ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
     const int first_key = work.sequence(params.call).first_k + work.first_key;
-    copy_tile_once(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key);
-    copy_tile_once(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key);
+    copy_tile_once(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key,
+                   first_head_col());
+    copy_tile_once(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key,
+                   first_value_col());
     to.advance();
 }
 
@@ -40,12 +42,14 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     smem.q_ring.wait_empty(to);
     if constexpr (kKeyMask) smem.q_ring.label(to, at.label());
     ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
-    copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row);
+    copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row, 0,
+              first_head_col());
     ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
                     sizeof(Statistics), q_full);
     smem.dout_ring.wait_empty(to);
     ptx::Barrier& dout_full = smem.dout_ring.announce(to, OutRows::kBytes);
-    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.map_batch(), at.head, first_row);
+    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.map_batch(), at.head, first_row, 0,
+              first_value_col());
     send_bias(smem, params, work, at, to);
     to.advance();
 }

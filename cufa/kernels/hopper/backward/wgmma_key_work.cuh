@@ -11,6 +11,10 @@
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
+// The blocks of a cluster, partners, share the work: each has an equal part of the head dims.
+static_assert(kClusterBlocks == 1 || kClusterBlocks == 2, "what blocks send goes to one partner");
+// Warpgroups that add to a tile of dQ, each to a part of its own.
+constexpr int kAdders = kClusterBlocks * kConsumers;
 // How many heads blocks process together (plan/wgmma_backward.py): what the L2 cache holds, so many
 // blocks, or heads within these bounds.
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
@@ -32,6 +36,11 @@ static_assert(!kKeyMask || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
 // Whether blocks wait for other blocks.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
+
+// The number of the block in its cluster, and of its part of the head dims.
+__device__ inline int rank_in_cluster() {
+    return kClusterBlocks > 1 ? blockIdx.x % kClusterBlocks : 0;
+}
 
 // Some of the query heads that share keys.
 struct HeadRange {
@@ -94,7 +103,9 @@ struct KeyOrder {
         return {Sequence(call, head / parts), head % parts, tile * BlockN};
     }
 
-    __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
+    __device__ static KeyWork first(const BackwardParams& call) {
+        return at(blockIdx.x / kClusterBlocks, call);
+    }
     // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
         const int heads = parts_of_heads(sizes);

@@ -55,7 +55,7 @@ __device__ inline void clear_tile_sums(const Block& at) {
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
     for (int i = threadIdx.x; !kFirstSets && i < Block::kTileSums / 4; i += Threads) fours[i] = {};
-    if (kTurns && threadIdx.x < kConsumers) {
+    if (kTurns && threadIdx.x < kAdders) {
         at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
     }
 }

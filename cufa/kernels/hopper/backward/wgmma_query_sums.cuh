@@ -204,7 +204,7 @@ struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
     WgmmaKeySums key_sums;
-    unsigned int (*added)[kConsumers];
+    unsigned int (*added)[kAdders];
     unsigned int* end;
     int heads, tiles;  // tiles of one head; of packed sequences, of all of them
 
@@ -216,8 +216,8 @@ struct Workspace {
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
                                                                    Sums::kTile);
         key_sums = {{reinterpret_cast<float*>(rows + count), call.sizes}};
-        added = reinterpret_cast<unsigned int (*)[kConsumers]>(key_sums.data +
-                                                               KeySums::count(call.sizes));
+        added =
+            reinterpret_cast<unsigned int (*)[kAdders]>(key_sums.data + KeySums::count(call.sizes));
         end = added[kTurns ? count : 0];
     }
 
@@ -237,7 +237,7 @@ struct Workspace {
     // The index of the sums that a block uses for the first tile of a sequence.
     __device__ int first_sums_of(const BackwardParams& call, const KeyWork& work) const {
         if constexpr (!kReusesSums) return first_place_of(work.sequence(call));
-        const int first_head = blockIdx.x * heads_of_part(call.sizes);
+        const int first_head = blockIdx.x / kClusterBlocks * heads_of_part(call.sizes);
         return (first_head - work.heads(call.sizes).begin) * tiles;
     }
     __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
@@ -262,7 +262,7 @@ struct Workspace {
         return rows[place_of(sequence, head, tile)];
     }
     __device__ unsigned int (&added_to(const Sequence& sequence, int head, int tile)
-                                 const)[kConsumers] {
+                                 const)[kAdders] {
         return added[place_of(sequence, head, tile)];
     }
 };

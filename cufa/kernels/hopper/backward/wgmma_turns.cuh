@@ -19,6 +19,11 @@ struct OrderRing : Ring<Stages> {
     }
 };
 
+// The number of a warpgroup among those that add to a tile.
+__device__ inline int adder_of(int warpgroup) {
+    return rank_in_cluster() * kConsumers + warpgroup;
+}
+
 // Waits for the turns of all warpgroups: until the blocks before this one have added their parts.
 template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
 __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
@@ -35,8 +40,9 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
             if (!Workspace::Sums::has_part(warpgroup, at.head, at.tile)) continue;
             order[warpgroup].wait_empty(to[warpgroup]);
             const Watchdog watchdog;
-            while (turn > 0 && ptx::load_acquire(&added[warpgroup]) < turn) {
-                watchdog.check("turn", turn, &added[warpgroup], Caller::here());
+            const unsigned int* const before = &added[adder_of(warpgroup)];
+            while (turn > 0 && ptx::load_acquire(before) < turn) {
+                watchdog.check("turn", turn, before, Caller::here());
             }
             ptx::barrier_arrive(order[warpgroup].full[to[warpgroup].stage]);
             to[warpgroup].advance();
@@ -58,7 +64,7 @@ __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>
         if (threadIdx.x % 32 == 0) {
             order.release(to);
             if (kAdding == kInOrder || work.first_key == 0) {
-                ptx::add_release(&workspace.added[place][warpgroup], 1);
+                ptx::add_release(&workspace.added[place][adder_of(warpgroup)], 1);
             }
         }
         __syncwarp();

@@ -213,7 +213,7 @@ def test_wide_fragments(launch):
 @pytest.mark.parametrize("header", sorted(path.name for path in TWINS.iterdir()))
 def test_every_wrapper_of_ptx_has_a_twin(header):
     # What only wrappers call is theirs alone.
-    private = {"shared_address", "needed_once"}
+    private = {"shared_address", "partner_address", "needed_once"}
     wrapper = re.compile(r"^__device__ inline .*?(\w+)\(", re.MULTILINE)
     twin = re.compile(r"^(?:inline|__forceinline__) .*?(\w+)\(", re.MULTILINE)
     wrappers = wrapper.findall((emulator.KERNELS / "ptx" / header).read_text())

@@ -85,7 +85,6 @@ void Block::begin(unsigned index) {
     bulk_copies_.clear();
     warp_registers_.assign(warps, registers_at_start());
     pair_ = {};
-    launch_.signals->exclusively([&] { launch_.mailboxes[index].begun = true; });
     for (Thread& thread : threads_) {
         thread.state = Thread::State::kReady;
         thread.past.clear();

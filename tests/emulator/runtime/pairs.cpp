@@ -140,7 +140,6 @@ bool Block::exchange_mail() {
         mine.in_use = true;
         got = std::exchange(mine.mail, {});
         pair_.version = launch_.signals->version();
-        pair_.partner_begun = theirs.begun;
         pair_.partner_ended = theirs.ended;
     });
     const bool any = !got.arrivals.empty() || !got.syncs.empty();

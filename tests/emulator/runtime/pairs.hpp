@@ -46,7 +46,7 @@ struct Mail {
 // Of a block. Only for use within Signals::exclusively.
 struct Mailbox {
     Mail mail;
-    bool begun = false, in_use = false, ended = false;  // as the block is
+    bool in_use = false, ended = false;  // as the block is
 };
 
 // What a block has to do with its partner.
@@ -54,7 +54,7 @@ struct Pair {
     bool in_use = false;
     // When it last looked into its mailbox.
     Signals::Version version = 0;
-    bool partner_begun = false, partner_ended = false;
+    bool partner_ended = false;
 
     Mail out;  // not posted yet
     std::deque<Sends> under_way;

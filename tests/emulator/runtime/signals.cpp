@@ -56,7 +56,7 @@ bool Block::wait_signal() {
     for (const Thread& thread : threads_) {
         if (waits(thread)) oldest = std::min(oldest, thread.meeting.version);
     }
-    const Signals::End end = launch_.signals->wait(oldest, any || !pair_.partner_begun);
+    const Signals::End end = launch_.signals->wait(oldest);
     abandoned_ = end == Signals::End::kAbandoned;
     if (end != Signals::End::kSignal) return false;
     for (Thread& thread : threads_) {

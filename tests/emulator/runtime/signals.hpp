@@ -12,8 +12,8 @@
 
 namespace emulator {
 
-// Blocks that run at the same time, each on a thread of the operating system. As long as one waits
-// for a signal of another, one more block is begun: a GPU runs many at once.
+// Blocks that run at the same time, each on a thread of the operating system. If all wait for a
+// signal of another, one more block is begun: a GPU runs many at once.
 class Signals {
   public:
     using Version = std::uint64_t;
@@ -46,13 +46,12 @@ class Signals {
     // will not come is nothing to report, as another block has failed.
     enum class End { kSignal, kStuck, kAbandoned };
 
-    // More blocks are begun only if that may help.
-    End wait(Version seen, bool begins_another) {
+    End wait(Version seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         if (version_ != seen) return End::kSignal;
-        if (begins_another && begin_another_()) ++running_;
         ++waiting_;
         --running_;
+        if (running_ == 0 && begin_another_()) ++running_;
         end_if_stuck();
         changed_.wait(lock, [&] { return version_ != seen || stuck_ || abandoned_; });
         if (version_ != seen) return End::kSignal;

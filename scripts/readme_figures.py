@@ -976,6 +976,9 @@ def summary(
     ]
     in_order = [mean_ratio(DETERMINISTIC, "cufa", record["points"]) for record in (peers, single)]
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
+    fastest_of_wide = {
+        way: max(map(tflops_of_wide, points_of(way, widest["points"]))) for way in ("forward", "backward")
+    }
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
     host = check["jit"]["host_us"]
@@ -993,8 +996,9 @@ def summary(
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_of(shapes['points']))}.",
-        f"**Head dims over 256**, which PyTorch's FlashAttention-2 and cuDNN do not take: "
-        f"{times_in_mean(EFFICIENT, widest['points'])} as its memory-efficient attention, in bfloat16.",
+        f"**Head dims over 256**, which PyTorch's FlashAttention-2 and cuDNN do not take: up to "
+        f"{fastest_of_wide['forward']:.0f} TFLOP/s forward and {fastest_of_wide['backward']:.0f} backward in "
+        f"bfloat16, {times_in_mean(EFFICIENT, widest['points'])} as its memory-efficient attention.",
         f"**Packed sequences** of many lengths: {over_packed} as "
         f"{fastest_of(others_of(packed['points'], 'peers'))}.",
         f"**Windows, soft caps and sinks**, in layers of models: {over_windows} as "

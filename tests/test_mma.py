@@ -39,20 +39,14 @@ TIGHT = [
     ("sm_103a", "bwd_3_mma", "float16", 128, True, 0),
     ("sm_120a", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_121a", "fwd_5_mma", "bfloat16", 64, False, 0),
-    ("sm_75", "bwd_3_mma", "float16", 320, True, 0),
     ("sm_75", "bwd_3_mma", "float16", 448, True, 0),
-    ("sm_80", "bwd_3_mma", "float16", 320, False, 0),
     ("sm_80", "bwd_3_mma", "bfloat16", 512, True, 0),
-    ("sm_80", "bwd_3_mma", "float32", 384, True, 0),
-    ("sm_86", "bwd_3_mma", "float16", 320, True, 0),
     ("sm_86", "bwd_3_mma", "float16", 512, False, 0),
     ("sm_90a", "bwd_3_mma", "float16", 320, False, 16),
     ("sm_90a", "bwd_3_mma", "float16", 512, True, 0),
     ("sm_90a", "bwd_3_mma", "float32", 512, True, 16),
-    ("sm_100a", "bwd_3_mma", "bfloat16", 512, True, 16),
     ("sm_100a", "bwd_3_mma", "float32", 512, False, 180),
     ("sm_120a", "bwd_3_mma", "bfloat16", 320, False, 0),
-    ("sm_120a", "bwd_3_mma", "bfloat16", 512, True, 0),
 ]
 
 
@@ -67,16 +61,14 @@ def test_no_sums_are_spilled(arch, kernel, dtype, head_dim, causal, most_bytes):
 @pytest.mark.parametrize(
     ("arch", "kernel", "dtype", "most_bytes"),
     [
-        *((arch, "bwd_2_flash_v2", "float32", 12) for arch in ("sm_75", "sm_86", "sm_90a", "sm_120a")),
-        *((arch, "bwd_2_flash_v2", "float64", 24) for arch in ("sm_75", "sm_86", "sm_90a", "sm_120a")),
-        *((arch, "bwd_3_mma", "bfloat16", 0) for arch in ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")),
-        ("sm_80", "bwd_3_mma", "float32", 16),
+        *((arch, "bwd_2_flash_v2", "float32", 12) for arch in ("sm_75", "sm_90a")),
+        *((arch, "bwd_2_flash_v2", "float64", 24) for arch in ("sm_75", "sm_90a")),
+        *((arch, "bwd_3_mma", "bfloat16", 0) for arch in ("sm_80", "sm_86", "sm_90a", "sm_120a")),
         ("sm_90a", "bwd_3_mma", "float32", 40),
     ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_no_sums_of_the_widest_heads_are_spilled(arch, kernel, dtype, most_bytes, deterministic):
-    features = Features(deterministic=deterministic)
+def test_no_sums_of_the_widest_heads_are_spilled(arch, kernel, dtype, most_bytes):
+    features = Features(deterministic=kernel == "bwd_2_flash_v2")
     problem = Problem("backward", dtype, 2, 4096, 4096, 8, 8, 576, 512, True, features=features)
     build = jit.build(make_plan(problem, Device.of(arch), kernel).variant)
     assert max(used.spill_stores for used in build.resources.values()) <= most_bytes

@@ -195,7 +195,7 @@ def test_packed_sequences_have_tiles_of_their_own():
     ("head_dim", "batch", "seqlen"),
     [
         *[(64, 4, 4096), (128, 4, 4096), (192, 2, 4096), (256, 2, 4096)],
-        *((dim, 80, 512) for dim in (64, 128, 192, 256, 384, 512)),
+        *((dim, 80, 512) for dim in (64, 128, 192, 256, 512)),
     ],
 )
 def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
@@ -212,7 +212,6 @@ def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
         ("float16", 96, 80),
         ("bfloat16", 192, 128),
         ("float16", 7, 255),
-        ("bfloat16", 264, 40),
         ("float16", 512, 392),
     ],
 )

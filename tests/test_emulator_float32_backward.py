@@ -105,8 +105,9 @@ def test_the_error_of_dq_where_all_keys_are_the_same(rng):
     dq, *_ = gradients_of(WIDE, case, checked=False)
     inputs = problem.q, problem.k, problem.v, problem.dout
     (of_dq,) = compare_results(*inputs, {"dq": dq}, causal=True)
-    # 0.5 to 0.6; 0.85 to 0.9 if scores were one product each.
-    assert of_dq.error < 0.7 * of_dq.allowed, str(of_dq)
+    # 3.4e-6 with these inputs, and half as much again if scores were one product each. What is allowed
+    # depends on the CPU's BLAS, by which standard attention has its error.
+    assert of_dq.error < 4.3e-6, str(of_dq)
 
 
 # Features in turn: compiling takes most of the time.

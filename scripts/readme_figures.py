@@ -303,7 +303,7 @@ def peers(record: Row) -> str:
 def headline(record: Row) -> str:
     """What all cells come to, in a sentence."""
     points = record["points"]
-    forward, backward = (of_direction(record, direction) for direction in ("forward", "backward"))
+    forward, backward = (points_of(direction, record["points"]) for direction in ("forward", "backward"))
     over_best = [over_best_peer_in(direction, points) for direction in ("forward", "backward")]
     over_one = [mean_ratio("cufa", PEER_OF_RUNGS, cells) for cells in (forward, backward)]
     lengths = sorted({point["seqlen"] for point in points})
@@ -317,8 +317,8 @@ def headline(record: Row) -> str:
     )
 
 
-def of_direction(record: Row, direction: str) -> list[Row]:
-    return [point for point in record["points"] if point["direction"] == direction]
+def points_of(direction: str, points: Sequence[Row]) -> list[Row]:
+    return [point for point in points if point["direction"] == direction]
 
 
 def peers_in(point: Row) -> list[str]:
@@ -332,9 +332,7 @@ def over_best_peer(point: Row) -> float:
 
 def over_best_peer_in(direction: str, points: Sequence[Row]) -> float:
     """The mean of one direction beside the faster peer of each cell."""
-    return statistics.geometric_mean(
-        over_best_peer(point) for point in points if point["direction"] == direction
-    )
+    return statistics.geometric_mean(over_best_peer(point) for point in points_of(direction, points))
 
 
 def mean_ratio(name: str, other: str, points: Sequence[Row]) -> str:
@@ -385,7 +383,7 @@ def other_dtype(record: Row) -> str:
     peers = f"PyTorch's {called(EFFICIENT)}" if names == [EFFICIENT] else fastest_of(names)
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
-        points = of_direction(record, direction)
+        points = points_of(direction, record["points"])
         worst = min(points, key=over_best_peer)
         told.append(
             f"{direction} {statistics.geometric_mean(map(over_best_peer, points)):.2f} "
@@ -435,7 +433,7 @@ def other_gpu(record: Row) -> str:
 
 def over_each_peer(record: Row) -> str:
     """How fast each direction is, and how many times as fast as each peer and the fastest of each cell."""
-    of_each = {direction: of_direction(record, direction) for direction in PRODUCTS}
+    of_each = {direction: points_of(direction, record["points"]) for direction in PRODUCTS}
     best = (max(point["tflops"]["cufa"] for point in cells) for cells in of_each.values())
     lines = [("best TFLOP/s", *map(three_digits, best))]
     for peer in peers_in(record["points"][0]):
@@ -742,10 +740,6 @@ def tflops_of_wide(point: Row) -> float:
     return float(operations / point["seconds"]["cufa"] / 1e12)
 
 
-def points_of(direction: str, points: Sequence[Row]) -> list[Row]:
-    return [point for point in points if point["direction"] == direction]
-
-
 def columns_of(directions: Sequence[str], names: Sequence[str]) -> list[str]:
     """Of each direction: its time, and what it is compared with."""
     return [column for way in directions for column in (way, *(f"x {called(name)}" for name in names))]
@@ -938,7 +932,7 @@ def summary(
 ) -> str:
     """What the other page says, in a few lines."""
     best = {
-        direction: max(point["tflops"]["cufa"] for point in of_direction(peers, direction))
+        direction: max(point["tflops"]["cufa"] for point in points_of(direction, peers["points"]))
         for direction in ("forward", "backward")
     }
     wide = [point for point in fp8["points"] if point["head_dim"] > 64]
@@ -971,7 +965,7 @@ def summary(
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
     in_float32 = [
-        f"{mean_ratio('cufa', 'efficient', of_direction(single, direction))} times as fast {direction}"
+        f"{mean_ratio('cufa', 'efficient', points_of(direction, single['points']))} times as fast {direction}"
         for direction in ("forward", "backward")
     ]
     in_order = [mean_ratio(DETERMINISTIC, "cufa", record["points"]) for record in (peers, single)]

@@ -635,16 +635,16 @@ def test_a_block_that_says_it_is_done_before_it_is(folder):
 # ---- blocks that send each other what they have ----
 
 PAIR_PROBE = "probe_pairs.cu"
-PAIR_THREADS, PAIR_SMEM_BYTES = 64, 4096
+PAIR_THREADS, PAIR_SMEM_BYTES = 64, 8192
 
 
 def exchange_arrays(rng, blocks, rounds):
-    """Those of the entry `exchange`, and what shall be received."""
+    """Those of the probe's entries, and what shall be received."""
     sent = rng.standard_normal((blocks, rounds, PAIR_THREADS, 4)).astype(np.float32)
     return {"sent": sent, "received": np.zeros_like(sent)}, sent[:, :, ::-1]
 
 
-def exchange(rng, folder, blocks=2, rounds=5, checked=True, changes=(), cluster=2):
+def exchange(rng, folder, blocks=2, rounds=5, checked=True, changes=(), cluster=2, entry="exchange"):
     """What blocks receive from their partners in a copy of the probe with changes, (right, wrong)."""
     text = (HERE / PAIR_PROBE).read_text()
     for right, wrong in changes:
@@ -655,21 +655,46 @@ def exchange(rng, folder, blocks=2, rounds=5, checked=True, changes=(), cluster=
     params = struct.pack("2qi4x", *(array.ctypes.data for array in arrays.values()), rounds)
     module = Module(PAIR_PROBE, {"SMEM_BYTES": PAIR_SMEM_BYTES}, checked, folder)
     sizes = blocks, PAIR_THREADS, PAIR_SMEM_BYTES
-    module.launch("exchange", *sizes, params, arrays, max_steps=1_000_000, cluster=cluster)
+    module.launch(entry, *sizes, params, arrays, max_steps=1_000_000, cluster=cluster)
     np.testing.assert_array_equal(arrays["received"], expected)
 
 
+@pytest.mark.parametrize("entry", ["exchange", "copy"])
 @pytest.mark.parametrize("rounds", [1, 7])
-def test_pairs(launch, rng, rounds):
+def test_pairs(launch, rng, rounds, entry):
     arrays, expected = exchange_arrays(rng, 6, rounds)
     probe = {"source": PAIR_PROBE, "blocks": 6}
-    launch("exchange", PAIR_THREADS, ["sent", "received", rounds], arrays, **probe)
+    launch(entry, PAIR_THREADS, ["sent", "received", rounds], arrays, **probe)
     np.testing.assert_array_equal(arrays["received"], expected)
 
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_more_pairs_than_run_at_a_time(rng, folder, checked):
     exchange(rng, folder, blocks=20, checked=checked)
+
+
+# What is changed where blocks copy tiles to each other, and what is said about it.
+PLANTED_IN_COPIES = {
+    "a tile that is not copied yet": (
+        "wait_for_partner(empty, parity ^ 1);  // the copy is read",
+        r"race: writes 4 bytes .* which a copy of thread 0 to its partner reads with no wait for what",
+    ),
+    "a tile that the copy engine does not see": (
+        "ptx::proxy_fence();",
+        r"race: reads 1024 bytes .* which thread \d+( among others)? writes with no proxy fence between",
+    ),
+    "no wait for the copy": (
+        "wait_for_partner(full, parity);  // of the copy",
+        r"which no thread has written|which a copy of block \d, thread 0 writes with no wait for its barrier",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED_IN_COPIES)
+def test_planted_mistakes_in_copies_are_seen(rng, folder, what):
+    line, message = PLANTED_IN_COPIES[what]
+    with pytest.raises(EmulatorError, match=message):
+        exchange(rng, folder, changes=[(line, "")], entry="copy")
 
 
 SEND = "ptx::send_to_partner(smem.landing[stage][thread], four, full);"
@@ -1027,13 +1052,13 @@ def test_deterministic_gradients(rng, kernel, dims, tiles, causal):
 NO_CACHE = replace(SMALL_DEVICE, l2_bytes=0)
 
 
-# Lengths and mask at which blocks of 128 keys add as they come, after the first, and in order, the last one
-# rounding; of 64 keys always after the first.
+# Lengths and mask at which 128 keys are added as they come, after the first, and in order, the last block
+# rounding; 64 keys always after the first.
 ADDITIONS = [((40, 520), False), ((70, 400), False), ((300, 300), True)]
 BY_ADDITION = [
     (kernel, dims, *each)
     for kernel, dims in BACKWARDS
-    for each in (ADDITIONS if kernel == "bwd_4_wgmma" else ADDITIONS[-1:])
+    for each in (ADDITIONS[-1:] if kernel == "bwd_5_wgmma_wide" else ADDITIONS)
 ]
 
 
@@ -1091,17 +1116,24 @@ def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, det
 
 
 @pytest.mark.parametrize(
-    ("awaited", "report"),
+    ("kernel", "awaited", "report"),
     [
-        ("partner_empty, at.parity ^ 1", "race: .* of shared memory"),
-        ("full, at.parity", "reads .* of shared memory|race: .* of shared memory"),
+        ("bwd_5_wgmma_wide", "partner_empty, at.parity ^ 1", "race: .* of shared memory"),
+        ("bwd_5_wgmma_wide", "full, at.parity", "reads .* of shared memory"),
+        (
+            *("bwd_8_wgmma_pair", "empty[at.stage], at.parity ^ 1, at.stage, caller"),
+            "race: .* of shared memory",
+        ),
+        ("bwd_8_wgmma_pair", "full[at.stage], at.parity, at.stage, caller", "one arrival too many"),
     ],
 )
-def test_partners_that_do_not_wait(rng, tmp_path, awaited, report):
-    folder = planted(tmp_path, "partner_sums.cuh", f"wait_for_partner({awaited});", "")
-    problem = draw(rng, "bfloat16", 150, 60, dims=(264, 264), batch=1, heads=1, kv_heads=1)
+def test_partners_that_do_not_wait(rng, tmp_path, kernel, awaited, report):
+    file = "partner_sums.cuh" if kernel == "bwd_5_wgmma_wide" else "partner_tiles.cuh"
+    folder = planted(tmp_path, file, f"wait_for_partner({awaited});", "")
+    dims = (264, 264) if kernel == "bwd_5_wgmma_wide" else (136, 136)
+    problem = draw(rng, "bfloat16", 250, 60, dims=dims, batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match=report):
-        run("bwd_5_wgmma_wide", problem, False, tiles=None, device=SMALL_DEVICE, folder=folder)
+        run(kernel, problem, False, tiles=None, device=SMALL_DEVICE, folder=folder)
 
 
 # Head dims, lengths, and into how many parts keys are parted: of all tiles under a causal mask, some of which

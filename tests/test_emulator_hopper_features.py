@@ -35,9 +35,11 @@ BACKWARDS = [
     ("bwd_5_wgmma_wide", "bfloat16", (72, 256)),
     ("bwd_4_wgmma", "bfloat16", (72, 128)),
     ("bwd_4_wgmma", "float16", (192, 128)),
+    ("bwd_8_wgmma_pair", "bfloat16", (256, 136)),
+    ("bwd_8_wgmma_pair", "float16", (136, 256)),
 ]
 # Which features a kernel lacks for some of those.
-LACKS = {BACKWARDS[5]: {"softcap", "dropout"}}
+LACKS = {case: {"softcap", "dropout"} for case in BACKWARDS[5:]}
 # A kernel's tiles for some head dims, where there is more than one kind of them.
 TILES = {("bwd_4_wgmma", (72, 128)): {"block_m": 80}}
 # Larger ones than the plan has for few rows.
@@ -216,6 +218,8 @@ PARTED = [
     ("bwd_4_wgmma", (128, 96), {"row_parts": 3}, {"mask", "causal", "dlse", "dsink"}),
     ("bwd_5_wgmma_wide", (136, 192), {"parts": 4, "row_parts": 2}, {"window", "alibi_slopes", "dropout"}),
     ("bwd_5_wgmma_wide", (328, 264), {"parts": 2, "row_parts": 2}, {"packed", "causal"}),
+    ("bwd_8_wgmma_pair", (256, 192), {"parts": 2, "row_parts": 2}, {"packed", "causal", "dsink"}),
+    ("bwd_8_wgmma_pair", (136, 256), {"parts": 4}, {"window", "alibi_slopes", "dlse", "deterministic"}),
 ]
 
 
@@ -237,12 +241,18 @@ def test_keys_before_the_window(rng, kernel, dtype, dims):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
-@pytest.mark.parametrize("features", [(), ("deterministic",), ("packed", "seqused_k")], ids=feature_id)
-@pytest.mark.parametrize("sizes", [(330, 330), (200, 460), (460, 150)], ids=str)
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
-def test_windows_of_several_tiles(rng, kernel, dtype, dims, sizes, features):
-    """Each tile of queries has first keys that set its sums and last ones that round it, of several tiles."""
+def test_windows_of_several_tiles(rng, kernel, dtype, dims, number):
+    """Each tile of queries has first keys that set its sums and last ones that round it, of several tiles.
+
+    Features and lengths in turn: compiling takes most of the time.
+    """
+    turn = 2 * BACKWARDS.index((kernel, dtype, dims)) + number
+    features = [(), ("deterministic",), ("packed", "seqused_k")][turn % 3]
+    sizes = [(270, 270), (200, 400), (400, 150)][turn // 3 % 3]
     lengths = dict(zip(("seqlen_q", "seqlen_k"), sizes, strict=True))
+    lengths["batch"] = 2 if "packed" in features else 1
     case = draw_case(rng, dtype, features, **lengths, head_dim=dims[0], head_dim_v=dims[1], **HEADS)
     for window in ((100, 0), (64, 64), (0, 200)):
         case.numbers["window"] = window

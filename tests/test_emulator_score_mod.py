@@ -229,8 +229,10 @@ def check_backward(case, kernel):
         assert_gradients(gradients, case.problem, **case.backward)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float32"), ("bwd_3_mma", "float16")])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "deterministic"),
+    [("bwd_2_flash_v2", "float32", False), ("bwd_3_mma", "float16", True)],
+)
 def test_backward(rng, mods, kernel, dtype, deterministic):
     features = FEATURES | ({"deterministic"} if deterministic else set())
     for case in cases.draw_lengths(rng, dtype, features, **cases.SIZES):

@@ -24,6 +24,7 @@ COLUMN_TILES = {"block_m": 16, "block_n": 16, "threads": 128, "stages": 2, "spli
 WIDE_TILES = {"block_m": 128, "block_n": 16, "threads": 128, "stages": 2, "splits": 2}
 HEADS = {**SIZES, "heads": 6, "kv_heads": 2}
 ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
+PAGED = ("causal", "softcap", "block_table")
 
 
 def check(case, tiles, **options):
@@ -149,18 +150,20 @@ def test_wide_heads(rng, dims, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dims", "tiles"),
+    ("dims", "tiles", "features"),
     [
-        ((64, 64), OWN_TILES),
-        ((64, 40), SHARED_TILES),
-        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}),  # rows that are copied element by element
-        ((48, 16), WIDE_TILES),
-        ((40, 24), COLUMN_TILES),
-        ((128, 96), COLUMN_TILES),
-        ((256, 160), COLUMN_TILES | {"column_warps": 4}),
+        ((64, 64), OWN_TILES, ALL_MASKS),
+        ((64, 64), OWN_TILES, PAGED),
+        ((64, 40), SHARED_TILES, ("mask", "sink")),
+        # Rows that are copied element by element.
+        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}, PAGED),
+        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}, ("mask", "sink")),
+        ((48, 16), WIDE_TILES, ALL_MASKS),
+        ((40, 24), COLUMN_TILES, PAGED),
+        ((128, 96), COLUMN_TILES, ("mask", "sink")),
+        ((256, 160), COLUMN_TILES | {"column_warps": 4}, ALL_MASKS),
     ],
 )
-@pytest.mark.parametrize("features", [ALL_MASKS, ("causal", "softcap", "block_table"), ("mask", "sink")])
 def test_values_that_are_the_beginnings_of_keys(rng, dims, tiles, features):
     """A NaN that some rows see, of a column that values have and of another, and those that no row does."""
     sizes = HEADS | {"head_dim": dims[0], "head_dim_v": dims[1]}

@@ -48,7 +48,7 @@ REGISTERED = {"dropout": "dropout_p", "packed": "cu_seqlens", "mask_bits": "mask
 def kernels_and_dtypes(direction):
     """Those kernels that support features, with two dtypes each if they have so many."""
     for name, kernel in KERNELS.items():
-        if kernel.direction == direction and "softcap" in kernel.features and FLOAT8 not in kernel.dtypes:
+        if kernel.direction == direction and "window" in kernel.features and FLOAT8 not in kernel.dtypes:
             dtypes = ("float32", "float64") if name in WIDE else ("float16", "bfloat16")
             if len(kernel.dtypes) == 1:
                 dtypes = kernel.dtypes

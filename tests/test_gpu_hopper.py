@@ -27,7 +27,8 @@ from cufa import checking, device, reference, rounding_errors
 pytestmark = pytest.mark.gpu
 
 FORWARD = "fwd_6_wgmma"
-BACKWARD = ("bwd_4_wgmma", "bwd_5_wgmma_wide")
+BACKWARD = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_8_wgmma_pair")
+NARROW, WIDE, PAIR = BACKWARD
 HEAD_DIMS = (64, 128, 256)
 REPEATS = 1000
 
@@ -37,9 +38,9 @@ def _needs_hopper(cupy):
     skip_unless_it_runs_here(FORWARD)
 
 
-def backward_for(head_dim):
+def backward_for(head_dim, *, biased=False):
     """The kernel for values of as many head dims as keys have."""
-    return BACKWARD[head_dim > 128]
+    return NARROW if head_dim <= 128 else WIDE if biased else PAIR
 
 
 def bits(array):
@@ -446,7 +447,7 @@ def test_biases_as_they_lie(cupy, head_dim, lies, keys):
     there = cupy.ndarray(bias.shape, bias.dtype, memory, bias.strides)
     q, k, v, dout = on_gpu(problem)
     out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, bias=there)
-    kernel = backward_for(head_dim)
+    kernel = backward_for(head_dim, biased=True)
     gradients = cufa.attention_backward(dout, q, k, v, out, lse, kernel=kernel, bias=there)
     assert_attention(out.get(), lse.get(), problem, bias=bias)
     assert_gradients(tuple(x.get() for x in gradients), problem, bias=bias)
@@ -469,7 +470,7 @@ def test_a_bias_has_the_same_bits_in_every_call(cupy, head_dim, shape):
 
     def step():
         out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, bias=there)
-        kernel = backward_for(head_dim)
+        kernel = backward_for(head_dim, biased=True)
         return out, lse, *cufa.attention_backward(dout, q, k, v, out, lse, kernel=kernel, bias=there)
 
     first = step()
@@ -584,7 +585,7 @@ def test_131072_rows_that_lie_2_to_the_31_elements_apart(cupy, kernel):
 
     The last rows are held to the truth, the others to what other kernels make of compact copies.
     """
-    dim, heads = (256 if kernel == "bwd_5_wgmma_wide" else 128), 2
+    dim, heads = (256 if kernel in BACKWARD[1:] else 128), 2
     forward = "fwd_5_mma" if kernel == "bwd_3_mma" else FORWARD
     slots = 2**31 // (LONG * heads * dim) + 1
     wide = cupy.empty((1, LONG, slots, heads, dim), BFLOAT16)
@@ -665,7 +666,7 @@ def test_a_watchdog_ends_a_wait_without_end(tmp_path, kernel, mistake):
     shutil.copytree(Path(cufa.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     planted(package / "kernels", *mistake)
     run = subprocess.run(
-        [sys.executable, "-c", CALLS.format(kernel=kernel, dim=64 if kernel != BACKWARD[1] else 256)],
+        [sys.executable, "-c", CALLS.format(kernel=kernel, dim=256 if kernel in BACKWARD[1:] else 64)],
         env=os.environ
         | {
             "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),

@@ -365,13 +365,17 @@ ROTARY = {"rotary_cos": np.cos(ANGLES), "rotary_sin": np.sin(ANGLES)}
 
 @pytest.mark.parametrize("rotary", [{}, ROTARY], ids=["", "rotary"])
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"),
-    [("float16", "float16"), ("float32", "float32"), ("bfloat16", FLOAT8), ("float16", FLOAT8)],
+    ("dtype", "cache_dtype", "places"),
+    [
+        *(("float16", "float16", places) for places in ("rows", "pages")),
+        *(("float32", "float32", places) for places in ("rows", "entries")),
+        ("bfloat16", FLOAT8, "pages"),
+        *(("float16", FLOAT8, places) for places in ("rows", "pages", "entries")),
+    ],
 )
-@pytest.mark.parametrize("places", ["rows", "pages", "entries"])
 @pytest.mark.parametrize("held", [5, [0, 12]], ids=["alike", "each"])
 def test_new_keys_are_appended_to_a_cache_by_one_launch(
-    machine, rng, monkeypatch, held, places, dtype, cache_dtype, rotary
+    machine, rng, monkeypatch, held, dtype, cache_dtype, places, rotary
 ):
     """With all that a call with them can have, the result is that of the CPU, step by step."""
     q = rng.standard_normal((2, 3, 4, 16)).astype(dtype)

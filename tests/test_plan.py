@@ -41,8 +41,9 @@ UNEQUAL_DIMS = [(1, 256), (256, 1), (8, 256), (256, 8), (33, 65), (64, 128), (19
 HEAD_DIMS = [(dim, dim) for dim in EQUAL_DIMS] + UNEQUAL_DIMS
 
 
-# Rows of keys of the Hopper backward's tiles, 64 of them for each warpgroup or for two.
-HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
+# Rows of keys of the Hopper backward's tiles, 64 of them for each warpgroup or for two; blocks of a cluster.
+HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64, "bwd_8_wgmma_pair": 128}
+CLUSTERS = {"bwd_8_wgmma_pair": 2}
 # What the workspace of these has, whatever the lengths, if keys are split.
 HOPPER_FORWARDS, FORWARD_COUNT = ("fwd_6_wgmma", "fwd_7_fp8"), {"tiles taken": (4,)}
 # Of sums of two halves.
@@ -325,7 +326,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             grids = {"row_sums": max(query_tiles, min(key_tiles, 1))}
             grids["key_tiles"] = min(key_tiles, plan.device.sm_count)
         else:
-            grids = {"row_sums": query_tiles, "key_tiles": key_tiles}
+            grids = {"row_sums": query_tiles, "key_tiles": key_tiles * CLUSTERS.get(plan.kernel, 1)}
         # A warp adds up the parts of a row, eight to a block.
         grids["round_keys"] = -(-key_rows // 8) * (len(parts) > 1)
         return {**grids, "round_queries": query_tiles * (not rounds_dq(plan))}
@@ -438,6 +439,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         # tile 16 bytes.
         "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 32, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
         "bwd_5_wgmma_wide": {"dQ sums": (2 * 4 * 5, 160, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
+        "bwd_8_wgmma_pair": {"dQ sums": (2 * 4 * 5, 160, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
     }
     shapes = expected.get(kernel, {})
     if kernel in HOPPER_BACKWARD_KEYS:
@@ -814,7 +816,8 @@ def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
     tiles = ", ".join(f"{name} {size}" for name, size in plan.tiles.items())
     assert [text for label, text in printed if label == "tiles"] == ([tiles] if plan.tiles else [])
     assert [text for label, text in printed if label == "launch"] == [
-        f"{launch.entry}: grid {launch.grid}{f' x {launch.steps} steps' if launch.steps > 1 else ''}, "
+        f"{launch.entry}: grid {launch.grid}{f' x {launch.steps} steps' if launch.steps > 1 else ''}"
+        f"{' in clusters of 2' if launch.entry == 'key_tiles' and kernel in CLUSTERS else ''}, "
         f"block {launch.block} ({counted(launch.block // 32, 'warp')}), "
         f"shared memory {launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
         f"{', overlaps the one before' if launch.overlaps else ''}"

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import FORWARD_FEATURES, draw_case, feature_id, hide_nan, sets_of
+from feature_cases import FORWARD_FEATURES, draw_case, feature_id, hide_nan, pairwise, sets_of
 from tolerance import DTYPES
 
 import cufa
@@ -127,7 +127,7 @@ def test_packed_sequences_have_none(rng):
 # Each set with one dtype, in turn: compiling takes most of the time.
 @pytest.mark.parametrize(
     ("features", "dtype"),
-    list(zip(SETS, itertools.cycle(("float16", "float32", "float64")), strict=False)),
+    list(zip(pairwise(FEATURES), itertools.cycle(("float16", "float32", "float64")), strict=False)),
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
 )
 @pytest.mark.emulator

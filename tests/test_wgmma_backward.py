@@ -14,7 +14,7 @@ from cufa.plan import make_plan
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
-NARROW, WIDE = "bwd_4_wgmma", "bwd_5_wgmma_wide"
+NARROW, WIDE, PAIR = "bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_8_wgmma_pair"
 
 
 def problem(head_dim=128, value_dim=None, causal=False, seqlen=4096, batch=2, dtype="bfloat16"):
@@ -72,7 +72,8 @@ def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=819
         (shared_by(32, 1, batch=4, packed=True), 4),
         (shared_by(8, 1, causal=False), 2),
         (shared_by(8, 1, causal=False, head_dim=256), 1),
-        (shared_by(8, 1, head_dim=256), 4),
+        (shared_by(8, 1, head_dim=256), 2),
+        (shared_by(8, 1, head_dim=64, softcap=True), 4),
         (shared_by(8, 4, seqlen=64), 1),
         (shared_by(32, 1, window=(100, 0)), 2),
     ],
@@ -235,7 +236,7 @@ def test_products_are_issued_together(head_dim, value_dim):
     ("head_dim", "value_dim", "name"),
     [
         *[(64, 64, NARROW), (128, 40, NARROW), (129, 64, NARROW), (192, 128, NARROW)],
-        *[(64, 192, WIDE), (192, 129, WIDE), (193, 128, WIDE), (256, 256, WIDE), (512, 512, WIDE)],
+        *[(64, 192, WIDE), (192, 129, PAIR), (193, 128, PAIR), (256, 256, PAIR), (512, 512, WIDE)],
         (576, 512, "bwd_3_mma"),
     ],
 )
@@ -243,7 +244,7 @@ def test_head_dims_choose_the_kernel(head_dim, value_dim, name):
     call = problem(head_dim, value_dim)
     assert best_kernel(call, H200).name == name
     capped = best_kernel(replace(call, features=Features(softcap=True)), H200).name
-    assert capped == (WIDE if name == NARROW and head_dim > 128 else name)
+    assert capped == (WIDE if name in (NARROW, PAIR) and head_dim > 128 else name)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +256,10 @@ def test_head_dims_choose_the_kernel(head_dim, value_dim, name):
         (problem(), Device.of("sm_80"), "needs sm_90a, and the arch is sm_80"),
     ],
 )
-@pytest.mark.parametrize("name", [NARROW, WIDE])
+@pytest.mark.parametrize("name", [NARROW, WIDE, PAIR])
 def test_what_is_not_supported_has_a_reason(name, call, device, reason):
     assert reason in KERNELS[name].unsupported(call, device)
-    assert best_kernel(call, device).name not in (NARROW, WIDE)
+    assert best_kernel(call, device).name not in (NARROW, WIDE, PAIR)
 
 
 def test_head_dims_have_their_kernel():
@@ -300,6 +301,49 @@ def test_two_blocks_share_wide_heads():
     assert [plan_of(problem(dim)).tiles["block_m"] for dim in (256, 384, 392)] == [64, 64, 48]
 
 
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (problem(192, 128), "where bwd_4_wgmma needs one"),
+        (problem(128, 256), "up to head dim 128"),
+        *((problem(256, seqlen=length), "for so few queries or keys") for length in (64, 150, 192)),
+        (problem(192, seqlen=128), "for so few queries or keys"),
+        (replace(problem(192), features=Features(window=(1000, 0))), "in so narrow a window"),
+        (replace(problem(256), features=Features(window=(500, 0))), "in so narrow a window"),
+    ],
+)
+def test_where_pairs_are_slower(call, why):
+    assert KERNELS[PAIR].unsupported(call, H200) is None
+    assert why in KERNELS[PAIR].unsuited(call, H200)
+    assert best_kernel(call, H200).name != PAIR
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(problem(256, seqlen=length) for length in (128, 200)),
+        problem(192, seqlen=256),
+        replace(problem(256), features=Features(window=(1000, 0))),
+        replace(problem(192, seqlen=10 * 300, batch=10), features=Features(packed=True)),
+    ],
+)
+def test_where_pairs_are_faster(call):
+    plan = plan_of(call)
+    assert plan.kernel == PAIR
+    assert "two blocks share a tile of keys: one has K and Q, the other V and dO" in plan.reasons
+    assert launch_of(plan, "key_tiles").cluster == 2
+
+
+@pytest.mark.parametrize(
+    "features",
+    [Features(alibi=True, sink=True), Features(window=(700, 0)), Features(packed=True, deterministic=True)],
+)
+def test_no_spill_where_blocks_divide_products(features):
+    plan = plan_of(replace(problem(256, causal=True, batch=4), features=features))
+    assert plan.kernel == PAIR
+    assert jit.build(plan.variant).warnings == ()
+
+
 def test_few_short_sequences_under_a_mask_have_another():
     masked = replace(problem(192, seqlen=256), features=Features(mask=(1, 1, 256, 256)))
     assert best_kernel(masked, H200).name == "bwd_3_mma"
@@ -307,9 +351,9 @@ def test_few_short_sequences_under_a_mask_have_another():
     for other in (
         replace(masked, batch=9),
         replace(masked, seqlen_k=257),
-        replace(masked, features=Features()),
     ):
         assert best_kernel(other, H200).name == WIDE
+    assert best_kernel(replace(masked, features=Features()), H200).name == PAIR
 
 
 @pytest.mark.parametrize(
@@ -344,7 +388,8 @@ def test_blocks_stay_unless_they_hold_one_tile_of_keys():
         (problem(128), 2 * 2 * 4096 // 128),
         (problem(128, batch=8), H200.sm_count),
         (deterministic(problem(128, batch=8)), H200.sm_count),
-        (problem(256, batch=8), 8 * 2 * 4096 // 64),
+        (problem(64, 256, batch=8), 8 * 2 * 4096 // 64),
+        (problem(256, batch=8), 2 * (8 * 2 * 4096 // 128)),
     ]:
         plan = plan_of(call)
         assert launch_of(plan, "key_tiles").grid == blocks
@@ -371,8 +416,12 @@ def windowed(head_dim, window, *, batch=80, **sizes):
         (problem(128, seqlen=513, batch=80), "kAsTheyCome"),
         (problem(64, causal=True, seqlen=2048, batch=80), "kAfterFirst"),
         (problem(64, causal=True, seqlen=2049, batch=80), "kAsTheyCome"),
-        (problem(192, batch=80), "kAfterFirst"),
-        (problem(256, causal=True, batch=80), "kAfterFirst"),
+        (problem(64, 192, batch=80), "kAfterFirst"),
+        (problem(64, 256, causal=True, batch=80), "kAfterFirst"),
+        # By pairs of blocks.
+        (problem(192, batch=80), "kAsTheyCome"),
+        (problem(256, causal=True, batch=80), "kAsTheyCome"),
+        (problem(256, causal=True, seqlen=2048, batch=80), "kAfterFirst"),
         # The L2 cache holds the sums.
         (problem(128, seqlen=512), "kAsTheyCome"),
         (problem(256, seqlen=512), "kAsTheyCome"),
@@ -402,7 +451,8 @@ def test_how_the_sums_of_dq_come_about(call, expected):
     turns = expected in ("kAfterFirst", "kInOrder")
     query_tiles = call.batch * call.heads * -(-call.seqlen_q // plan.tiles["block_m"])
     added = [part.shape for part in plan.scratch if part.name == "blocks added"]
-    assert added == [(query_tiles, 2)] * turns
+    warpgroups = 2 * launch_of(plan, "key_tiles").cluster
+    assert added == [(query_tiles, warpgroups)] * turns
     assert ("after the block with the first keys" in str(plan)) == (expected == "kAfterFirst")
     assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
 
@@ -463,9 +513,11 @@ def test_deterministic_blocks_add_in_order(head_dim):
         (problem(96, causal=True, seqlen=512), True),
         (problem(128, seqlen=512), False),
         (problem(64, causal=True, seqlen=512), False),
-        (problem(256, causal=True, batch=64, seqlen=512), True),
-        (problem(256, causal=True, batch=64, seqlen=513), False),
-        (problem(256, causal=True, seqlen=512), False),  # the L2 cache holds all sums
+        (problem(256, causal=True, batch=64, seqlen=1024), True),
+        (problem(256, causal=True, batch=64, seqlen=1025), False),
+        (problem(64, 256, causal=True, batch=200, seqlen=512), True),
+        (problem(64, 256, causal=True, batch=200, seqlen=513), False),
+        (problem(64, 256, causal=True, seqlen=512), False),  # the L2 cache holds all sums
         # Queries are the last of as many as there are keys, of which they see most.
         (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
         (replace(problem(128, causal=True, seqlen=512), seqlen_q=4096), True),
@@ -483,11 +535,14 @@ def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen", "rounded"),
-    [(64, 256, True), (96, 64, True), (128, 128, True), (256, 64, True), (256, 65, False)],
+    ("dims", "seqlen", "rounded"),
+    [
+        *[((64, 64), 256, True), ((96, 96), 64, True), ((128, 128), 128, True)],
+        *[((256, 256), 64, True), ((256, 256), 128, True), ((64, 256), 65, False)],
+    ],
 )
-def test_a_block_that_has_a_head_to_itself_rounds_dq(head_dim, seqlen, rounded):
-    plan = plan_of(problem(head_dim, batch=66, seqlen=seqlen))
+def test_a_block_that_has_a_head_to_itself_rounds_dq(dims, seqlen, rounded):
+    plan = plan_of(problem(*dims, batch=66, seqlen=seqlen))
     assert takes_whole_heads(plan)
     assert rounds(plan) == rounded
 
@@ -595,7 +650,9 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
         (192, 128, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
         (128, 128, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
         (256, 256, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
-        (256, 256, {"stages": 3}, "bytes of shared memory"),
+        (128, 256, {"stages": 3}, "bytes of shared memory"),
+        (256, 256, {"stages": 4}, "bytes of shared memory"),
+        (256, 256, {"stages": 2}, "stages must be at least 3: dK is made two tiles of queries later"),
         (64, 64, {"threads": 128}, "tiles has threads"),
     ],
 )

@@ -36,6 +36,9 @@ _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
 # Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
 # of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
 _SHORT_UNDER_MASK = 256
+# The keys of a pair of blocks of the Hopper backward. Up to how many head dims it is slower than blocks alone
+# in any window, and for as few queries as it has keys; and above, for how many keys that a row sees in one.
+_PAIR_KEYS, _NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 128, 192, 512
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -244,6 +247,29 @@ class WideHopperBackward(HopperKernel):
 
 
 @dataclass(frozen=True)
+class PairHopperBackward(HopperKernel):
+    """One whose blocks are in pairs, with twice as many keys, and divide the products."""
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: not where one block can do it, nor where half of dQ is padding, nor for few
+        keys or queries, nor in a narrow window.
+        """
+        if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
+            return f"{self.name} needs two blocks where bwd_4_wgmma needs one"
+        if problem.head_dim <= _PAIR_KEYS:
+            return f"{self.name} is slower than bwd_5_wgmma_wide up to head dim {_PAIR_KEYS}"
+        narrow = problem.head_dim <= _NARROW_IN_PAIRS
+        queries, keys = problem.seqlen_q // problem.packed_sequences, problem.mean_keys
+        # As many keys as blocks of 64 would have, or a third more.
+        padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
+        if padded or (narrow and queries <= _PAIR_KEYS):
+            return f"{self.name} is slower than bwd_5_wgmma_wide for so few queries or keys"
+        if problem.features.windowed and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
+            return f"{self.name} is slower than bwd_5_wgmma_wide in so narrow a window"
+        return None
+
+
+@dataclass(frozen=True)
 class Float32Kernel(HopperKernel):
     """A Hopper rung of float32 in halves, which a launch of its own makes: any rows will do."""
 
@@ -281,7 +307,7 @@ def features_in_words(kernel: Kernel) -> str:
     missing = frozenset[str]().union(*alike) - kernel.features
     if not missing:
         return "all"
-    if len(missing) < len(kernel.features):
+    if len(missing) <= len(kernel.features):  # and causal
         return f"all but {', '.join(sorted(missing))}"
     return ", ".join(("causal", *sorted(kernel.features)))
 
@@ -308,6 +334,8 @@ _FEATURES = frozenset(
 )
 _FORWARD_FEATURES = _FEATURES | {"block_table"}
 _BACKWARD_FEATURES = _FEATURES | {"dlse", "deterministic", "dbias", "dsink", "dscore_mod"}
+# What makes scores more than products and ALiBi's line.
+_SHAPES = frozenset(("softcap", "bias", "dbias", "score_mod"))
 _HOPPER_BACKWARD_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
@@ -514,6 +542,16 @@ _LADDER = (
         max_head_dim=256,
         max_value_dim=256,
         features=_FLOAT32_BACKWARD_FEATURES,
+    ),
+    PairHopperBackward(
+        name="bwd_8_wgmma_pair",
+        direction="backward",
+        entries=_HOPPER_BACKWARD_ENTRIES[1:],
+        idea="pairs of blocks: one has K and Q, one V and dO; they exchange P and dS",
+        paper="Shah et al. 2024, Algorithm 3",
+        memory="O(N)",
+        min_head_dim=129,
+        features=_HOPPER_BACKWARD_FEATURES - _SHAPES - {"mask", "mask_mod"},
     ),
 )
 

@@ -61,6 +61,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Decisions]] 
     "bwd_5_wgmma_wide": wgmma_backward.backward_wide,
     "bwd_6_float32": float32_backward.backward,
     "bwd_7_float32_wide": float32_backward.backward_wide,
+    "bwd_8_wgmma_pair": wgmma_backward.backward_pair,
 }
 
 

@@ -2,9 +2,10 @@
 
 Up to head dim 128, or 192 with values to 128, each of the two has 64 of the block's 128 keys, and blocks stay
 for many tiles of keys. Above, they share 64 keys and divide the head dims; over head dim 256 with those of
-another block, in a cluster. If many queries see a key, tiles of queries are longer where dQ is divided, and
-the copy engine may add to dQ; both mostly leave room for one tile of keys. If there are too few tiles of keys
-for the SMs, a block works for a part of the query heads that share its keys, or of their rows.
+another block, in a cluster. Or two blocks of a cluster have 128 keys and divide the products. If many queries
+see a key, tiles of queries are longer where dQ is divided, and the copy engine may add to dQ; both mostly
+leave room for one tile of keys. If there are too few tiles of keys for the SMs, a block works for a part of
+the query heads that share its keys, or of their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from cufa.plan.wgmma_backward_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     MOST_KEY_STAGES,
+    PAIR,
+    PAIR_TILES,
     PRODUCER_REGISTERS,
+    SCORE_STAGES,
     SLAB_DIMS,
     SUM_BYTES,
     THREADS,
@@ -37,6 +41,7 @@ from cufa.plan.wgmma_backward_tiles import (
     cluster_blocks_of,
     has_whole_queries,
     narrow_cost,
+    pair_cost,
     scores_together,
     sends_sums,
     statistics_bytes,
@@ -64,7 +69,8 @@ class _Kind:
     """What differs between the two kernels, for one call.
 
     `best` are the fastest tiles, with all heads in one part. A block `stays` for many tiles of keys, or has
-    only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is shared by `cluster` blocks.
+    only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is shared by `cluster` blocks;
+    `shared_how` says how.
     """
 
     best: Tiles
@@ -74,6 +80,7 @@ class _Kind:
     cost_of: Callable[[Tiles], Cost]
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
     cluster: int = 1
+    shared_how: tuple[str, ...] = ()
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -117,7 +124,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`, of blocks alone or in pairs, which take two SMs."""
     cluster, best = cluster_blocks_of(problem), best_wide_tiles(problem, device)
-    pairs = replace(device, sm_count=max(1, device.sm_count // cluster))
+    pairs = _in_clusters(device, cluster)
     kind = _Kind(
         best=best,
         adding_of=lambda tiles: way_of_adding(problem, pairs, best, tiles),
@@ -126,8 +133,30 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         cost_of=lambda tiles: wide_cost(problem, tiles),
         own_macros=lambda _: (("SCORES_TOGETHER", False),),  # one warpgroup has S, the other dP
         cluster=cluster,
+        shared_how=("two blocks share a tile of keys, each with half of the head dims",) * (cluster > 1),
     )
     return _decide(problem, pairs, tiles, kind)
+
+
+def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
+    """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma`, of blocks in pairs."""
+    best, pairs = PAIR_TILES, _in_clusters(device, PAIR)
+    kind = _Kind(
+        best=best,
+        adding_of=lambda tiles: way_of_adding(problem, pairs, best, tiles),
+        stays=False,
+        bias_boxes=False,
+        cost_of=lambda tiles: pair_cost(problem, tiles),
+        own_macros=lambda _: (("SCORES_TOGETHER", False), ("SCORE_STAGES", SCORE_STAGES)),
+        cluster=PAIR,
+        shared_how=("two blocks share a tile of keys: one has K and Q, the other V and dO",),
+    )
+    return _decide(problem, pairs, tiles, kind)
+
+
+def _in_clusters(device: Device, blocks: int) -> Device:
+    """The device as calls see it whose blocks come in clusters of so many, one block on each SM."""
+    return replace(device, sm_count=max(1, device.sm_count // blocks))
 
 
 def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Choice[Tiles]:
@@ -213,7 +242,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             *chosen.reasons,
             *_how(problem, adding, rounds, stay=kind.stays),
             *why_parts(tiles.parts, tiles.row_parts),
-            *(("two blocks share a tile of keys, each with half of the head dims",) * (kind.cluster > 1)),
+            *kind.shared_how,
         ),
         boxes=boxes,
     )

@@ -103,6 +103,8 @@ TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMM
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 # The best tiles where the warpgroups share keys, and shorter ones, beside which more head dims fit.
 WIDE_TILES, WIDEST_TILES = Tiles(64, WGMMA_M, 2), Tiles(48, WGMMA_M, 2)
+# The best tiles of pairs of blocks that divide the products; `stages` are of Q, and these of dO, P and dS.
+PAIR, PAIR_TILES, SCORE_STAGES = 2, Tiles(64, CONSUMERS * WGMMA_M, 3), 2
 # Above this many head dims two blocks have half of them each.
 MOST_DIMS_OF_BLOCK = 256
 # The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
@@ -187,6 +189,8 @@ def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> 
     panels = ceil_div(problem.head_dim, PANEL_COLS)
     if best.block_n == CONSUMERS * WGMMA_M and panels % CONSUMERS and tiles.block_m % (2 * WGMMA_K):
         raise ValueError(f"tiles {tiles}: block_m must be a multiple of 32, 16 for half a warpgroup's dQ")
+    if best == PAIR_TILES and tiles.stages < best.stages:
+        raise ValueError(f"tiles {tiles}: stages must be at least 3: dK is made two tiles of queries later")
     if registers > CONSUMER_REGISTERS:
         raise ValueError(
             f"tiles {tiles}: a thread needs about {registers} registers, and there are {CONSUMER_REGISTERS}"
@@ -255,4 +259,27 @@ def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)
     registers = m // 2 + panels * PANEL_COLS // 2 + m // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)
+
+
+def pair_cost(problem: Problem, tiles: Tiles) -> Cost:
+    """The cost of tiles of `bwd_8_wgmma_pair`."""
+    m, n = tiles.block_m, tiles.block_n
+    head, value = problem.head_dim, problem.value_dim
+    key_block = panel_tile_bytes(n, head) + tiles.stages * panel_tile_bytes(m, head)  # K, Q
+    value_block = (
+        panel_tile_bytes(n, value)  # V
+        + panel_tile_bytes(n, CONSUMERS * PANEL_COLS)  # later panels of K
+        + SCORE_STAGES * panel_tile_bytes(m, value)  # dO
+    )
+    smem_bytes = (
+        max(key_block, value_block)
+        + SCORE_STAGES * 2 * panel_tile_bytes(n, m)  # P, dS
+        + tiles.stages * statistics_bytes(tiles)
+        + n * CONSUMERS * problem.itemsize  # which keys are lost
+        + BARRIER_BYTES * (2 * tiles.stages + (7 * CONSUMERS + 4) * SCORE_STAGES + 2)
+    )
+    # S or dP; dK or dV; a panel of dQ
+    registers = m // 2 + round_up(max(head, value), WGMMA_K) // 2 + m // 2 + OVERHEAD_REGISTERS
+    work = m * n * (3 * head + 2 * value) / (PAIR * tiles.threads)
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

@@ -135,6 +135,7 @@ def test_without_a_dtype_kernels_are_compiled_for_one_that_they_take(monkeypatch
         "fwd_10_wgmma_wide",
         "bwd_5_wgmma_wide",
         "bwd_7_float32_wide",
+        "bwd_8_wgmma_pair",
     ]  # they are for wider ones
     others = {each["kernel"]: each["dtype"] for each in tried if each["dtype"] != "float16"}
     in_float32 = ("fwd_9_float32", "bwd_6_float32", "bwd_7_float32_wide")

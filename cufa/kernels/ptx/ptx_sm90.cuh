@@ -268,6 +268,16 @@ __device__ inline void send_to_partner(float* to, const float (&four)[4], Barrie
         : "memory");
 }
 
+// Starts to copy bytes of shared memory to the same place in the partner's; their number and that
+// place are multiples of 16. The bytes arrive on the partner's `barrier`.
+__device__ inline void copy_to_partner(const void* from, int bytes, Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(partner_address(from)),
+        "r"(shared_address(from)), "r"(bytes), "r"(partner_address(&barrier))
+        : "memory");
+}
+
 // As barrier_try_wait, for a phase with arrivals or bytes of the partner.
 __device__ inline bool barrier_try_wait_for_partner(Barrier& barrier, unsigned int parity) {
     unsigned int ended;

@@ -95,6 +95,9 @@ void barrier_arrive_at_partner(const void* barrier);
 // Starts to store floats at the same place there; their bytes arrive on the partner's barrier. They
 // are there as late as they can be: when all threads of the partner wait.
 void send_to_partner(float* to, const float (&four)[4], const void* barrier);
+// The same for bytes of shared memory, which the copy engine reads. Nothing here says when it has,
+// but for the partner's barrier.
+void copy_to_partner(const void* from, unsigned bytes, const void* barrier);
 // As barrier_wait; and what comes before the partner's arrivals, or is what it sent, comes before
 // what follows. After barrier_wait that is chance.
 void barrier_wait_for_partner(const void* barrier, unsigned parity, const char* file, int line);

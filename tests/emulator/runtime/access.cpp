@@ -48,9 +48,15 @@ std::string describe(const Access& other, const Access& now, const Past& past) {
             return "which a store of " + who + " " + verb(other.kind) +
                    " with no wait for it between";
         case Access::By::kSend:
+        case Access::By::kPartnerCopy:
+            if (other.kind == Access::Kind::kRead) {
+                return "which a copy of " + who +
+                       " to its partner reads with no wait for what the "
+                       "partner does after it";
+            }
             who = "block " + std::to_string(other.block ^ 1) + ", thread ";
-            return "which a send of " + who + std::to_string(other.thread) + " " +
-                   verb(other.kind) +
+            return (other.by == Access::By::kSend ? "which a send of " : "which a copy of ") + who +
+                   std::to_string(other.thread) + " " + verb(other.kind) +
                    (only_fence ? no_fence : " with no wait for its barrier between");
         default:
             break;

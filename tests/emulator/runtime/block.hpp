@@ -97,6 +97,7 @@ struct Thread {
     unsigned copy_groups = 0;
     Products products;
     BulkStores stores;
+    PartnerCopies partner_copies;
     // What it acquired last: to see it again means to wait.
     const unsigned* polled = nullptr;
     unsigned polled_value = 0;
@@ -106,7 +107,8 @@ struct Thread {
 // A thread of the operating system has one of these and runs block after block on it.
 //
 // The agents of its clocks are its threads, then a warp's products for each warp, then one for each
-// barrier in shared memory and one for each thread that stores boxes.
+// barrier in shared memory and one for each thread that stores boxes
+// or copies to the partner.
 class Block {
   public:
     explicit Block(Launch& launch);
@@ -163,6 +165,8 @@ class Block {
     unsigned rank_in_pair() const { return index_ % 2; }
     void sync_pair(const char* file, int line);
     void arrive_at_partner(const void* barrier, const void* return_to);
+    void copy_to_partner(const void* from, std::size_t bytes, const void* barrier,
+                         const void* return_to);
     void send_to_partner(float* to, const float (&values)[4], const void* barrier,
                          const void* return_to);
 
@@ -236,6 +240,7 @@ class Block {
     void take_arrival(const Arrival& arrival);
     SharedBarrier* barrier_for_partner(const Deed& deed, const Clock& known);
     bool bring_sends();
+    void post(const Send& send);
     bool land(const Send& send, const Past& past, SharedBarrier& barrier);
     void blame_partner(const Deed& deed);
     void end_pair();

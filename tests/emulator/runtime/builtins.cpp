@@ -146,6 +146,10 @@ void send_to_partner(float* to, const float (&four)[4], const void* barrier) {
     Block::current().send_to_partner(to, four, barrier, __builtin_return_address(0));
 }
 
+void copy_to_partner(const void* from, unsigned bytes, const void* barrier) {
+    Block::current().copy_to_partner(from, bytes, barrier, __builtin_return_address(0));
+}
+
 void barrier_wait_for_partner(const void* barrier, unsigned parity, const char* file, int line) {
     Block::current().wait_phase(barrier, parity, true, file, line, __builtin_return_address(0));
 }

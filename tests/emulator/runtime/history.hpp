@@ -18,7 +18,15 @@ struct Access {
     enum class Kind : std::uint8_t { kRead, kWrite, kAtomic, kCopy };
     // Threads, or what works for one: a product or a store until it is waited for, a bulk copy or
     // what a partner sends until the barrier on which its bytes arrive is.
-    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBulkCopy, kBulkStore, kSend };
+    enum class By : std::uint8_t {
+        kNobody,
+        kThread,
+        kProduct,
+        kBulkCopy,
+        kBulkStore,
+        kSend,
+        kPartnerCopy
+    };
 
     Kind kind = Kind::kRead;
     By by = By::kNobody;

@@ -82,6 +82,27 @@ void Block::send_to_partner(float* to, const float (&values)[4], const void* bar
              " bytes past a multiple of that");
     }
     if (send.to + sizeof values > shared_.bytes) fail("sends to beyond shared memory");
+    post(send);
+}
+
+void Block::copy_to_partner(const void* from, std::size_t bytes, const void* barrier,
+                            const void* return_to) {
+    const Transfer transfer = line(from, from, bytes);
+    const Deed deed = deed_at(barrier, return_to);
+    auto& [agent, count] = running_->partner_copies;
+    if (agent == 0) agent = agents_++;
+    ++count;
+    const Access now =
+        access_by(Access::By::kPartnerCopy, agent, count, running_->index, deed.place);
+    note(now, running_->past, from, bytes);
+    for (const Chunk& chunk : transfer.chunks) {
+        Send send{deed, shared_offset(chunk.shared), {}, agent, count};
+        std::memcpy(send.values, chunk.shared, sizeof send.values);
+        post(send);
+    }
+}
+
+void Block::post(const Send& send) {
     const Clock& known = running_->past.others[partner()];
     std::vector<Sends>& batches = pair_.out.sends;
     if (batches.empty() || !(batches.back().known == known)) batches.push_back({known, {}});
@@ -210,14 +231,16 @@ bool Block::land(const Send& send, const Past& past, SharedBarrier& barrier) {
         return false;
     }
     std::memcpy(shared_memory + send.to, send.values, sizeof send.values);
-    Access landed = access_by(Access::By::kSend, barrier.agent, barrier.phase + 1, send.deed.thread,
-                              send.deed.place);
+    const auto by = send.reader == 0 ? Access::By::kSend : Access::By::kPartnerCopy;
+    Access landed =
+        access_by(by, barrier.agent, barrier.phase + 1, send.deed.thread, send.deed.place);
     landed.kind = Access::Kind::kWrite;
     shared_.each_history(to, sizeof send.values, [&](History& history) {
         history.end_copy(landed);
         return false;
     });
     barrier.partner_arriving.seen.raise(barrier.agent, landed.time);
+    if (send.reader != 0) barrier.partner_arriving.others[partner()].raise(send.reader, send.read);
     pair_.landed[barrier.agent] = send.deed;
     pair_.landed[barrier.agent].time = landed.time;
     barrier.bytes -= static_cast<long long>(sizeof send.values);

@@ -24,6 +24,9 @@ struct Send {
     Deed deed;
     unsigned to;  // the byte of the partner's shared memory
     float values[4];
+    // The agent that reads them, at which of its times, if it is not the thread.
+    unsigned reader = 0;
+    std::uint32_t read = 0;
 };
 // Those of threads that know the same of the partner.
 struct Sends {
@@ -35,6 +38,13 @@ struct Sends {
 struct Arrival {
     Deed deed;
     Past told;
+};
+
+// What the copy engine copies to the partner for a thread: an agent, whose time is the number of
+// copies.
+struct PartnerCopies {
+    unsigned agent = 0;
+    std::uint32_t count = 0;
 };
 
 struct Mail {

@@ -105,6 +105,10 @@ inline void send_to_partner(float* to, const float (&four)[4], Barrier& barrier)
     emulator::send_to_partner(to, four, &barrier);
 }
 
+inline void copy_to_partner(const void* from, int bytes, Barrier& barrier) {
+    emulator::copy_to_partner(from, bytes, &barrier);
+}
+
 inline bool barrier_try_wait_for_partner(Barrier& barrier, unsigned int parity, EMULATOR_HERE) {
     emulator::barrier_wait_for_partner(&barrier, parity, file, line);
     return true;

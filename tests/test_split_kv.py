@@ -208,8 +208,16 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("problem", WIDE, ids=str)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+# Each arch with two of them.
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [
+        (arch, WIDE[(i + further) % len(WIDE)])
+        for i, arch in enumerate(("sm_80", "sm_89", "sm_90a", "sm_120"))
+        for further in (0, 1)
+    ],
+    ids=str,
+)
 def test_warps_divide_wide_heads(arch, problem):
     """In tiles for which there is room, also where an SM has little shared memory."""
     if problem.kv_dtype == FLOAT8 and arch == "sm_80":

@@ -36,8 +36,18 @@ def problem(head_dim=512, value_dim=None, causal=False, seqlen=4096, heads=(8, 8
     )
 
 
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize(("dims", "causal"), [((512, 512), True), ((320, 320), False), ((64, 512), True)])
+DIMS = [((512, 512), True), ((320, 320), False), ((64, 512), True)]
+
+
+# Each of the features with two of the dims.
+@pytest.mark.parametrize(
+    ("features", "dims", "causal"),
+    [
+        (features, *DIMS[(i + further) % len(DIMS)])
+        for i, features in enumerate(FEATURES)
+        for further in (0, 1)
+    ],
+)
 def test_no_spill_and_no_product_in_series(features, dims, causal):
     call = problem(*dims, causal and features != "window", features=FEATURES[features])
     assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()

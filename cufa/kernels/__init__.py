@@ -36,9 +36,11 @@ _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
 # Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
 # of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
 _SHORT_UNDER_MASK = 256
-# The keys of a pair of blocks of the Hopper backward. Up to how many head dims it is slower than blocks alone
-# in any window, and for as few queries as it has keys; and above, for how many keys that a row sees in one.
-_PAIR_KEYS, _NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 128, 192, 512
+# The keys of a pair of blocks of the Hopper backward, and up to how many head dims half of its dQ is padding.
+_PAIR_KEYS, _PADDED_IN_PAIRS = 128, 128
+# Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
+# keys; above, up to how many keys that a row sees in a window. Measured on an H200.
+_NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 512
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -256,11 +258,11 @@ class PairHopperBackward(HopperKernel):
         """
         if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
             return f"{self.name} needs two blocks where bwd_4_wgmma needs one"
-        if problem.head_dim <= _PAIR_KEYS:
-            return f"{self.name} is slower than bwd_5_wgmma_wide up to head dim {_PAIR_KEYS}"
+        if problem.head_dim <= _PADDED_IN_PAIRS:
+            return f"{self.name} is slower than bwd_5_wgmma_wide up to head dim {_PADDED_IN_PAIRS}"
         narrow = problem.head_dim <= _NARROW_IN_PAIRS
         queries, keys = problem.seqlen_q // problem.packed_sequences, problem.mean_keys
-        # As many keys as blocks of 64 would have, or a third more.
+        # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.
         padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
         if padded or (narrow and queries <= _PAIR_KEYS):
             return f"{self.name} is slower than bwd_5_wgmma_wide for so few queries or keys"

@@ -50,9 +50,7 @@ struct PairConsumer {
         if (kTurns) smem.order[warpgroup].wait_full(turn);
         const Sums::Part part = Sums::panel_of(tile.sums, adder_of(warpgroup));
         if (part.has_own_slab()) add_or_round(tile, part.sums, dq);
-        if (kTurns) {
-            arrive_by_warp(smem.order[warpgroup].added[turn.stage]);
-        }
+        if (kTurns) arrive_by_warp(smem.order[warpgroup].added[turn.stage]);
     }
 
     __device__ int first_key() const { return work.first_key + warpgroup * kWgmmaM; }

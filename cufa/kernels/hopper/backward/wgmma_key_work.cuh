@@ -11,7 +11,7 @@
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
-// The blocks of a cluster, partners, share the work: each has an equal part of the head dims.
+// The blocks of a cluster, partners, share a tile of keys, and dQ by parts of the head dims.
 static_assert(kClusterBlocks == 1 || kClusterBlocks == 2, "what blocks send goes to one partner");
 // Warpgroups that add to a tile of dQ, each to a part of its own.
 constexpr int kAdders = kClusterBlocks * kConsumers;
@@ -37,7 +37,7 @@ static_assert(!kKeyMask || kAdding == kAsTheyCome,
 // Whether blocks wait for other blocks.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
 
-// The number of the block in its cluster, and of its part of the head dims.
+// The number of the block in its cluster, and of its part of dQ's head dims.
 __device__ inline int rank_in_cluster() {
     return kClusterBlocks > 1 ? blockIdx.x % kClusterBlocks : 0;
 }

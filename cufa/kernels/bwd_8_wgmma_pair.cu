@@ -9,16 +9,14 @@
 // over all keys. So a tile of dQ is added once for 128 keys, and each block loads only one of Q and
 // dO.
 //
-// The way of P^T and dS^T takes long. So the key block computes dK and dQ of a tile two tiles
-// later.
+// P^T and dS^T are long on their way. So the key block computes dK and dQ of a tile two tiles later.
 //
 // Launches: those of bwd_5_wgmma_wide.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     two partners: 128 keys of one KV head, or all of them, 128 at a time, for all query
-// heads
-//          that share them or a part of those heads and of their rows; warpgroup: 64 of the keys,
-//          for dK or dV, and one panel of dQ
+//          heads that share them or a part of those heads and of their rows; warpgroup: 64 of the
+//          keys, for dK or dV, and one panel of dQ
 // Shared   key block: K, a ring of STAGES Q tiles; value block: V, later panels of K, a ring of
 //          SCORE_STAGES dO tiles; both: rings of P^T and dS^T, the statistics of rows
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns

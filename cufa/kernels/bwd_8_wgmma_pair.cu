@@ -9,7 +9,7 @@
 // over all keys. So a tile of dQ is added once for 128 keys, and each block loads only one of Q and
 // dO.
 //
-// P^T and dS^T are long on their way. So the key block computes dK and dQ of a tile two tiles later.
+// P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later.
 //
 // Launches: those of bwd_5_wgmma_wide.
 //

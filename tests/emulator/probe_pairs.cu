@@ -24,13 +24,13 @@ __device__ inline void wait_for_partner(ptx::Barrier& barrier, unsigned int pari
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads)
-    exchange(const __grid_constant__ Exchange params) {
+// A block's shared memory, with its barriers set up, as the partner knows.
+template <class Smem>
+__device__ inline Smem& begin() {
     static_assert(sizeof(Smem) <= SMEM_BYTES, "the test has less shared memory");
     extern __shared__ __align__(1024) unsigned char bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(bytes);
-    const int thread = threadIdx.x;
-    if (thread == 0) {
+    if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(smem.full[stage], 1);
             ptx::barrier_init(smem.empty[stage], kThreads);
@@ -38,6 +38,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads)
         ptx::barrier_init_fence();
     }
     ptx::pair_sync();  // the barriers are there
+    return smem;
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads)
+    exchange(const __grid_constant__ Exchange params) {
+    Smem& smem = begin<Smem>();
+    const int thread = threadIdx.x;
 
     const unsigned int partner = blockIdx.x - ptx::rank_in_pair() + (ptx::rank_in_pair() ^ 1);
     for (int round = 0; round < params.rounds; ++round) {
@@ -62,18 +69,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads)
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads)
     copy(const __grid_constant__ Exchange params) {
-    static_assert(sizeof(CopySmem) <= SMEM_BYTES, "the test has less shared memory");
-    extern __shared__ __align__(1024) unsigned char bytes[];
-    CopySmem& smem = *reinterpret_cast<CopySmem*>(bytes);
+    CopySmem& smem = begin<CopySmem>();
     const int thread = threadIdx.x;
-    if (thread == 0) {
-        for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(smem.full[stage], 1);
-            ptx::barrier_init(smem.empty[stage], kThreads);
-        }
-        ptx::barrier_init_fence();
-    }
-    ptx::pair_sync();
 
     const unsigned int rank = ptx::rank_in_pair(), partner = blockIdx.x - rank + (rank ^ 1);
     for (int round = 0; round < params.rounds; ++round) {

@@ -14,6 +14,15 @@ __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity, int 
     }
 }
 
+// The same for a phase with arrivals or bytes of the partner, the other block of a cluster.
+__device__ inline void wait_for_partner(ptx::Barrier& barrier, unsigned int parity, int stage = 0,
+                                        Caller caller = Caller::here()) {
+    const Watchdog watchdog;
+    while (!ptx::barrier_try_wait_for_partner(barrier, parity)) {
+        watchdog.check("partner's stage", stage, &barrier, caller);
+    }
+}
+
 // A thread's position in a ring of Stages. `parity` is that of the phase in which the stage becomes
 // full; it became empty in the phase before.
 template <int Stages>

@@ -39,13 +39,4 @@ struct PartnerSums {
         __syncwarp();
         if (thread % 32 == 0) ptx::barrier_arrive_at_partner(partner_empty);
     }
-
-  private:
-    __device__ static void wait_for_partner(ptx::Barrier& barrier, unsigned int parity,
-                                            Caller caller = Caller::here()) {
-        const Watchdog watchdog;
-        while (!ptx::barrier_try_wait_for_partner(barrier, parity)) {
-            watchdog.check("partner", 0, &barrier, caller);
-        }
-    }
 };

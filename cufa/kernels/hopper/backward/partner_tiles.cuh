@@ -4,15 +4,6 @@
 
 #include "hopper/panel_tile.cuh"
 
-// Waits until the phase of this parity, with arrivals or bytes of the partner, has ended.
-__device__ inline void wait_for_partner(ptx::Barrier& barrier, unsigned int parity, int stage,
-                                        Caller caller = Caller::here()) {
-    const Watchdog watchdog;
-    while (!ptx::barrier_try_wait_for_partner(barrier, parity)) {
-        watchdog.check("partner's stage", stage, &barrier, caller);
-    }
-}
-
 // The barriers of a ring of tiles that one of the partners writes and the other one reads. The
 // reader has those that say what is full, the writer those that say what the reader is done with:
 // the tiles themselves and the copies that it has made of them.

@@ -9,7 +9,8 @@
 // over all keys. So a tile of dQ is added once for 128 keys, and each block loads only one of Q and
 // dO.
 //
-// P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later.
+// P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later; and each
+// block sends them before it does anything that nobody waits for.
 //
 // Launches: those of bwd_5_wgmma_wide.
 //
@@ -34,25 +35,29 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 
 // ---- the key block ----
 
-// Processes one tile of queries and, unless it is one of the First, the lagging products.
+// Processes one tile of queries and, unless it is one of the First, the lagging products. dQ, which
+// needs what the other warpgroup sent, too, is not part of a turn.
 template <bool First>
 __device__ inline void attend(KeyConsumer& consumer, WgmmaSums<kHead>& dk, QueryPart& dq,
                               const RangeWalk& walk) {
     Scores s;
     if (walk.masked()) consumer.clean_queries();
+    consumer.turns.wait();
+    if (!First) consumer.issue_key_gradients(dk);
+    consumer.issue_scores(s, walk);
+    consumer.turns.pass();
     if (!First) {
-        consumer.issue_key_gradients(dk);
+        wait_product<1>(dk);
+        consumer.release_queries();
         consumer.issue_query_gradients(dq);
     }
-    consumer.issue_scores(s, walk);
+    wait_product<!First>(s);
+    consumer.share_weights(s, walk);
     if (!First) {
-        wait_product<1>(dq);
-        hold_all(dk);
-        consumer.release_products();
+        wait_product<0>(dq);
+        consumer.release_gradients();
         consumer.add_query_gradients(dq);
     }
-    wait_product<0>(s);
-    consumer.share_weights(s, walk);
 }
 
 __device__ inline void consume_queries(KeyConsumer& consumer, const Tiles& tiles, RangeWalk walk) {
@@ -70,7 +75,8 @@ __device__ inline void consume_queries(KeyConsumer& consumer, const Tiles& tiles
         consumer.issue_query_gradients(dq);
         wait_product<0>(dq);
         hold_all(dk);
-        consumer.release_products();
+        consumer.release_queries();
+        consumer.release_gradients();
         consumer.add_query_gradients(dq);
     }
     consumer.go_back();
@@ -92,8 +98,8 @@ __device__ inline void attend(ValueConsumer& consumer, WgmmaSums<kValue>& dv, Qu
         consumer.issue_query_gradients(dq);
     }
     wait_product<!First>(dp);
-    consumer.issue_value_gradients(dv);
     consumer.share_gradients(dp, walk);
+    consumer.issue_value_gradients(dv);
     if (!First) {
         wait_product<1>(dq);
         consumer.add_query_gradients(dq);

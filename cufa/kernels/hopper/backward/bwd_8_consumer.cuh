@@ -4,13 +4,20 @@
 
 #include "hopper/backward/bwd_8_block.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
+#include "hopper/product_turns.cuh"
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 // Named barriers; __syncthreads has number 0.
-enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
+enum NamedBarrier {
+    kAllConsumers = 1,
+    kFirstOfWarpgroup,
+    kFirstTurn = kFirstOfWarpgroup + kConsumers
+};
+
+using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
 // A tile of dQ to which sums are still to be added.
 struct PendingTile {
@@ -135,8 +142,10 @@ struct KeyConsumer : PairConsumer {
     RingPosition<kScoreStages> score_at;  // of P, dS and turns to add
     PendingTile pending[kLag];            // the tiles before, the oldest first
     bool lost[2];                         // whether a thread's keys had NaN or infinity
+    Turns turns;
 
-    using PairConsumer::PairConsumer;
+    __device__ KeyConsumer(Smem& smem, const Params& params, int warpgroup)
+        : PairConsumer(smem, params, warpgroup), turns(warpgroup) {}
 
     // Where a mask cuts through a tile, NaN or infinity in a row must not reach keys that the row
     // does not see, nor the reverse. But in a product over the whole tile 0 * NaN is NaN. So it is
@@ -203,9 +212,10 @@ struct KeyConsumer : PairConsumer {
         issue_product_tn<kBlockM>(dq, smem.keys.k, warpgroup, smem.ds[from.stage], 0);
     }
 
-    // Releases what these products read.
-    __device__ void release_products() {
-        release(smem.q_ring, lagging(at));
+    // Releases Q of the oldest pending tile.
+    __device__ void release_queries() { release(smem.q_ring, lagging(at)); }
+    // Releases dS of it.
+    __device__ void release_gradients() {
 #pragma unroll
         for (int w = 0; w < kConsumers; ++w) smem.ds_ring[w].release(lagging(score_at));
     }
@@ -294,16 +304,16 @@ struct ValueConsumer : PairConsumer {
         issue_product_tn<kBlockM>(dq, smem.values.k, warpgroup, smem.ds[before(at).stage], 0);
     }
 
-    // Waits for P^T and issues dV += P^T dO.
+    // Issues dV += P^T dO.
     __device__ void issue_value_gradients(WgmmaSums<kValue>& dv) {
-        receive(smem.p_ring[warpgroup], at);
         issue_product_nn<kBlockM, kValue>(dv, smem.p[at.stage][warpgroup],
                                           smem.values.dout[at.stage]);
     }
 
-    // Computes dS^T, for dQ here and in the key block.
+    // Waits for P^T and computes dS^T, for dQ here and in the key block.
     template <class Walk>
     __device__ void share_gradients(Scores& dp, const Walk& walk) {
+        receive(smem.p_ring[warpgroup], at);
         Weights p;
         read_rows<kBlockM>(p, smem.p[at.stage][warpgroup], row_of_warp());
         if (walk.masked()) {

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,16 @@ from emulator import available
 from cufa import device, jit
 
 
+def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of tests marked `sampled`")
+
+
 def pytest_configure(config):
-    """Where CUDA_VISIBLE_DEVICES names several GPUs, each worker begins with another of them."""
+    """A part of the tests, by file or keyword, runs with all cases. Workers get the option from here.
+
+    Where CUDA_VISIBLE_DEVICES names several GPUs, each worker begins with another of them.
+    """
+    config.option.exhaustive |= config.args_source is config.ArgsSource.ARGS or bool(config.option.keyword)
     worker, visible = getattr(config, "workerinput", None), os.environ.get("CUDA_VISIBLE_DEVICES")
     if worker and visible:
         gpus = visible.split(",")
@@ -21,7 +30,11 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.option.exhaustive:
+        left_out = _left_out(items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     emulated = [item for item in items if item.get_closest_marker("emulator") and item not in on_gpu]
     if not device.gpu_present():
@@ -31,6 +44,32 @@ def pytest_collection_modifyitems(items):
     if emulated and os.environ.get("CI") != "true" and not available():
         for item in emulated:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler to run kernels on the CPU"))
+
+
+def _left_out(items) -> dict[pytest.Item, None]:
+    """Of tests marked `sampled(step)`, the cases that do not run: of about `step`, all but one.
+
+    One runs of each name: of a kernel, an arch, a dtype, features.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests[item.path, item.originalname].append(item)
+    left_out = {}
+    for cases in tests.values():
+        (step,) = cases[0].get_closest_marker("sampled").args
+        # A diagonal of the table of parameters, not a column.
+        kept = [case for i, case in enumerate(cases) if (i + i // step) % step == 0]
+        names = {name for case in kept for name in _names(case)}
+        for case in cases:
+            if case not in kept and names.issuperset(_names(case)):
+                left_out[case] = None
+            names.update(_names(case))
+    return left_out
+
+
+def _names(case) -> set[str]:
+    return {value for value in case.callspec.params.values() if isinstance(value, str)}
 
 
 def pytest_collection_finish():

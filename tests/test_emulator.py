@@ -87,6 +87,7 @@ def run(kernel, problem, causal, **options):
         return gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype"), BY_DTYPE)
 def test_lengths(rng, kernel, dtype):
     """Head dims and masks in turn: compiling takes most of the time."""

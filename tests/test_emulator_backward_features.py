@@ -64,6 +64,7 @@ def run(kernel, case, **options):
         return calls.attention_backward(problem.dout, *inputs, out, lse, kernel=kernel, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "features"),
     ALL_SETS,

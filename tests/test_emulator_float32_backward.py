@@ -45,6 +45,7 @@ def check(case, precision="ieee", kernel=KERNEL, **options):
     return gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "features"), BY_KERNEL)
 def test_lengths_and_features(rng, kernel, features):
     """Both kernels read what features bring by the same code: one of them with all accesses checked."""

@@ -61,6 +61,7 @@ def draw(rng, dtype, dims, features):
 
 
 # Each set with one of the forward's, in turn: compiling takes most of the time.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "dims", "tiles", "features"),
     [
@@ -147,6 +148,7 @@ FURTHER_SETS = [
 
 
 # Pairs with two kernels; of one of them every access is checked.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("checked", "kernel", "dtype", "dims", "features"),
     [
@@ -173,6 +175,7 @@ IN_PAIRS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "dims", "features"), IN_PAIRS)
 def test_backward_of_blocks_in_pairs(rng, dtype, dims, features):
     for _ in range(3):
@@ -190,6 +193,7 @@ HIDING = [
 
 
 # Keys, and queries of the mask: rows of it that are read 16 keys at once or key by key, and one row for all.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("keys", "rows"), [(256, 150), (200, 150), (256, 1)])
 @pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
 def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
@@ -223,6 +227,7 @@ PARTED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dims", "tiles", "features"), PARTED)
 def test_heads_in_parts(rng, kernel, dims, tiles, features):
     lengths = {"seqlen_q": 150, "seqlen_k": 140, "heads": 4, "kv_heads": 1}
@@ -231,6 +236,7 @@ def test_heads_in_parts(rng, kernel, dims, tiles, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
 def test_keys_before_the_window(rng, kernel, dtype, dims):
     """No query sees the first tiles of keys. A block takes all keys of a head, one tile after the other."""
@@ -241,6 +247,7 @@ def test_keys_before_the_window(rng, kernel, dtype, dims):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
 def test_windows_of_several_tiles(rng, kernel, dtype, dims, number):
@@ -270,6 +277,7 @@ VARIED_PARTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dims", "parts", "features"), VARIED_PARTS)
 def test_keys_in_parts(rng, dims, parts, features):
     lengths = {**HEADS, "seqlen_q": 150, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
@@ -304,6 +312,7 @@ BOXED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "dims", "front", "features"), BOXED)
 def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
     """Of rows whose first elements are aligned; -inf, and NaN where nothing is seen, are in there, too."""

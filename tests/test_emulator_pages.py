@@ -15,6 +15,7 @@ MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 
 
 # A page for several tiles, several for a tile, neither, more than a warp has lanes for each.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tiles", "page_size"),
     [

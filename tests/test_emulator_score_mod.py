@@ -175,6 +175,7 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
     return 2 * np.tanh(score / 2) + added - of_queries[q_idx] / (kv_idx + 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "features", "head_dim", "head_dim_v", "functions"),
     [

@@ -149,6 +149,7 @@ def test_wide_heads(rng, dims, dtype):
         check(case, None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dims", "tiles", "features"),
     [

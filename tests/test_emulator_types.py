@@ -84,6 +84,7 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, precision):
     run(kernel, draw(rng, dtype, 70, 97, (64, 64), heads=1), precision=precision, causal=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "arithmetic", "features"),
     [

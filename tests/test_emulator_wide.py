@@ -63,6 +63,7 @@ def test_nonfinite_values_show_where_they_are_seen(rng, dims, bad):
     assert np.isfinite(out[:, :, :, 1:-1]).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tiles", "features"),
     [
@@ -90,6 +91,7 @@ def test_parts_of_keys(rng, parts, sets):
         check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("features", "heads", "seqlen_q", "seqlen_k"),
     [

@@ -32,6 +32,7 @@ PACED = [(tf32, dim, tiles) for tf32, of_dims in PACES.items() for dim in of_dim
 
 
 # A mask or none in turn: compiling takes most of the time.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tf32", "dim", "tiles", "causal"), [(*each, i % 2 == 1) for i, each in enumerate(PACED)], ids=str
 )
@@ -39,6 +40,7 @@ def test_no_spill_and_no_product_in_series(tf32, dim, tiles, causal):
     assert warnings_of(problem(dim, causal=causal, tf32=tf32), **vars(tiles)) == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (33, 127), (100, 180)])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_no_spill_with_features(head_dim, value_dim, tf32):
@@ -46,6 +48,7 @@ def test_no_spill_with_features(head_dim, value_dim, tf32):
     assert warnings_of(replace(problem(head_dim, value_dim, align_bytes=4), features=features)) == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_no_spill_with_dropout(dim, tf32):
@@ -112,6 +115,7 @@ def backward(*args, **options):
     return replace(problem(*args, **options), direction="backward")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dim", "tf32", "deterministic"),
     [(64, False, False), (64, True, False), (96, True, False), (64, False, True), (64, True, True)],
@@ -139,6 +143,7 @@ WIDE_CALLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dims", "tf32", "deterministic"), WIDE_CALLS, ids=str)
 def test_the_wide_backward_has_its_sums_in_registers(dims, tf32, deterministic):
     call = backward(*dims, causal=not deterministic, tf32=tf32, deterministic=deterministic)
@@ -151,6 +156,7 @@ def test_the_wide_backward_has_its_sums_in_registers(dims, tf32, deterministic):
     assert all("spill stores" in line for line in build.warnings)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "features", [ALL, Features(dropout=True), Features(mask=(2, 1, 4096, 4096))], ids=str
 )

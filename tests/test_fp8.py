@@ -57,12 +57,14 @@ def compiled(call):
 DIMS_AND_LENGTHS = [*((head_dim, LONG) for head_dim in (64, 128, 192, 256)), (128, SHORT), (256, SHORT)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "seqlen"), DIMS_AND_LENGTHS)
 def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
     assert compiled(problem(head_dim, causal=causal, seqlen=seqlen)).warnings == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("head_dim", "features"),
     [
@@ -77,6 +79,7 @@ def test_features_spill_nothing(head_dim, features):
     assert compiled(problem(head_dim, **features)).warnings == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "seqlen"), DIMS_AND_LENGTHS)
 def test_transposed_values_spill_nothing(head_dim, causal, seqlen):
@@ -129,6 +132,7 @@ PARTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("head_dim", "tiles"), PARTED, ids=str)
 def test_no_spill_in_parts(head_dim, tiles):
     causal = PARTED[head_dim, tiles]
@@ -138,6 +142,7 @@ def test_no_spill_in_parts(head_dim, tiles):
     assert jit.build(plan.variant).warnings == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dims", [(16, 16), (48, 200), (96, 80), (7, 255)])
 def test_any_head_dims_compile(dims):
     warnings = compiled(problem(*dims, out_dtype="float16")).warnings
@@ -447,6 +452,7 @@ def test_who_takes_keys_and_values_alone():
         best_kernel(mixed, Device.of("sm_80"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "seqlen_q"), [(FLOAT8, 1), (FLOAT8, 32), ("bfloat16", 1)])
 def test_few_queries_spill_nothing(head_dim, dtype, seqlen_q):

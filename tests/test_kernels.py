@@ -85,6 +85,7 @@ def shared_out_variants(name):
     return shares
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in KERNELS for arch in archs_of(name)])
 def test_compiles_for_its_archs(name, arch):
     device = Device.of(arch)
@@ -134,6 +135,7 @@ FASTEST = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype", "head_dim", "causal"), FASTEST)
 def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim, causal):
     variant = problem(KERNELS[name].direction, dtype, head_dim, head_dim, causal, 16)
@@ -158,7 +160,7 @@ def test_only_float64_is_computed_in_doubles(name):
     """Compilers would convert a call's numbers anew for each tile."""
     kernel, here = KERNELS[name], Device.of("sm_90a")
     calls = (
-        replace(problem(kernel.direction, dtype, dim, dim, True, 16), features=features)
+        replace(problem(kernel.direction, dtype, dim, dim, False, 16), features=features)
         for dtype, dim, features in WITH_NUMBERS
     )
     call = next(call for call in calls if kernel.unsupported(call, here) is None)

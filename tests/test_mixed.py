@@ -130,6 +130,7 @@ def test_many_blocks_or_half_of_the_sms():
     assert whole.launches[0].grid > 2 * H200.sm_count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_does_not_spill(head_dim):
     plan = make_plan(replace(CALL, head_dim=head_dim, value_dim=head_dim), H200)

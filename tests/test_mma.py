@@ -50,6 +50,7 @@ TIGHT = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("arch", "kernel", "dtype", "head_dim", "causal", "most_bytes"), TIGHT)
 def test_no_sums_are_spilled(arch, kernel, dtype, head_dim, causal, most_bytes):
     problem = Problem(KERNELS[kernel].direction, dtype, 2, 4096, 4096, 8, 8, head_dim, head_dim, causal)
@@ -58,6 +59,7 @@ def test_no_sums_are_spilled(arch, kernel, dtype, head_dim, causal, most_bytes):
 
 
 # The largest head dims. The bytes are the most that NVRTC 13.5 was seen to spill, and a few more.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arch", "kernel", "dtype", "most_bytes"),
     [
@@ -159,6 +161,7 @@ def test_heads_that_share_keys_are_in_parts_where_tiles_are_few(arch, heads, kv_
         make_plan(problem, Device.of(arch), "bwd_3_mma", {"parts": 3})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
     [

@@ -190,6 +190,7 @@ def test_more_rows_than_can_be_counted_are_refused():
         plan_of(replace(DECODING, seqlen_q=2**30))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_does_not_spill(arch, head_dim):
@@ -209,6 +210,7 @@ WIDE = [
 
 
 # Each arch with two of them.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arch", "problem"),
     [

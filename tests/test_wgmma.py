@@ -37,6 +37,7 @@ def plan_of(call, **tiles):
     return make_plan(call, H200, NAME, tiles)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head_dim", "causal", "tiles"),
     [
@@ -89,6 +90,7 @@ def biased(dtype):
     return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "features",
@@ -113,6 +115,7 @@ def test_hardly_a_spill_where_lengths_vary_under_a_causal_mask(features):
         assert jit.build(plan_of(call, **asdict(tiles)).variant).resources[NAME].spill_stores <= 16
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features"),
     [
@@ -134,6 +137,7 @@ def test_no_spill_with_features(head_dim, causal, features):
     assert jit.build(plan_of(call).variant).warnings == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "value_dim"),
     [
@@ -456,6 +460,7 @@ PARTED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("features", [Features(packed=True), Features(seqused_k=True, page_size=64)], ids=str)
 def test_no_spill_in_parts_of_unknown_length(head_dim, features):
@@ -463,6 +468,7 @@ def test_no_spill_in_parts_of_unknown_length(head_dim, features):
     assert jit.build(plan_of(call, parts=2).variant).warnings == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)
 def test_no_spill_in_parts(head_dim, causal, tiles):
     value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim

@@ -120,6 +120,7 @@ def test_parts_are_of_whole_heads():
     assert plan_of(shared_by(8, 1), parts=8).tiles["parts"] == 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "call",
     [
@@ -135,6 +136,7 @@ def test_no_spill_in_parts(call):
     assert jit.build(plan.variant).warnings == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("batch", "seqlen"), BATCHES_AND_LENGTHS)
 def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seqlen):
@@ -144,6 +146,7 @@ def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seql
         assert jit.build(plan.variant).warnings == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "batch", "seqlen"),
@@ -155,6 +158,7 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
 
 
 # Of each head dim two of the features, and of each feature two head dims.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "features"),
     [
@@ -198,6 +202,7 @@ TAKING_TURNS = [
 
 
 # A mask or none in turn: compiling takes most of the time.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head_dim", "batch", "seqlen", "causal"), [(*each, i % 2 == 0) for i, each in enumerate(TAKING_TURNS)]
 )
@@ -207,6 +212,7 @@ def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
         assert jit.build(plan.variant).warnings == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "value_dim"),
     [
@@ -336,6 +342,7 @@ def test_where_pairs_are_faster(call):
     assert launch_of(plan, "key_tiles").cluster == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("features", "most_bytes"),
     [

@@ -40,6 +40,7 @@ DIMS = [((512, 512), True), ((320, 320), False), ((64, 512), True)]
 
 
 # Each of the features with two of the dims.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("features", "dims", "causal"),
     [
@@ -53,6 +54,7 @@ def test_no_spill_and_no_product_in_series(features, dims, causal):
     assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("features", ["nothing", "pages"])
 def test_no_spill_of_latent_attention(features, parts):
@@ -60,12 +62,13 @@ def test_no_spill_of_latent_attention(features, parts):
     assert jit.build(make_plan(call, H200, NAME, {"parts": parts}).variant).warnings == ()
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 257), (264, 8), (8, 264), (576, 512), (384, 448)])
-def test_any_dims_fit(head_dim, value_dim):
-    for features in FEATURES.values():
-        plan = make_plan(problem(head_dim, value_dim, features=features), H200, NAME)
-        assert plan.launches[0].smem_bytes <= H200.smem_per_block
-        assert set(jit.build(plan.variant).resources) == set(KERNELS[NAME].entries)
+def test_any_dims_fit(head_dim, value_dim, features):
+    plan = make_plan(problem(head_dim, value_dim, features=FEATURES[features]), H200, NAME)
+    assert plan.launches[0].smem_bytes <= H200.smem_per_block
+    assert set(jit.build(plan.variant).resources) == set(KERNELS[NAME].entries)
 
 
 @pytest.mark.parametrize(

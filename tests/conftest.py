@@ -53,7 +53,7 @@ def _left_out(items) -> dict[pytest.Item, None]:
     """
     tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
             tests[item.path, item.originalname].append(item)
     left_out = {}
     for cases in tests.values():
@@ -69,7 +69,8 @@ def _left_out(items) -> dict[pytest.Item, None]:
 
 
 def _names(case) -> set[str]:
-    return {value for value in case.callspec.params.values() if isinstance(value, str)}
+    parameters = case.callspec.params if hasattr(case, "callspec") else {}
+    return {value for value in parameters.values() if isinstance(value, str)}
 
 
 def pytest_collection_finish():

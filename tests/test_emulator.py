@@ -24,7 +24,7 @@ from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.plan.companions import softmax_launches
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # Hopper's kernels, which take aligned arrays alone, are in test_emulator_hopper.py, and the one for few
 # queries is in test_emulator_split_kv.py.
@@ -87,7 +87,6 @@ def run(kernel, problem, causal, **options):
         return gradients
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype"), BY_DTYPE)
 def test_lengths(rng, kernel, dtype):
     """Head dims and masks in turn: compiling takes most of the time."""

@@ -12,7 +12,7 @@ from cufa import reference
 from cufa.checking import judge
 from cufa.problem import accumulator_dtype
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # Several tiles of each length, and little work for the threads that have none.
 TILES = {
@@ -64,7 +64,6 @@ def run(kernel, case, **options):
         return calls.attention_backward(problem.dout, *inputs, out, lse, kernel=kernel, **options)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "features"),
     ALL_SETS,

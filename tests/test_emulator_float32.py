@@ -9,7 +9,7 @@ from tolerance import assert_attention, random_problem
 
 from cufa.score_mod import MaskMod
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL = "fwd_9_float32"
 # One warpgroup that computes.

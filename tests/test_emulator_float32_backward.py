@@ -11,7 +11,7 @@ from tolerance import assert_gradients
 from cufa.checking import compare_results
 from cufa.score_mod import MaskMod
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL, WIDE = "bwd_6_float32", "bwd_7_float32_wide"
 FEATURES = [
@@ -45,7 +45,6 @@ def check(case, precision="ieee", kernel=KERNEL, **options):
     return gradients
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "features"), BY_KERNEL)
 def test_lengths_and_features(rng, kernel, features):
     """Both kernels read what features bring by the same code: one of them with all accesses checked."""

@@ -8,7 +8,7 @@ from tolerance import DTYPES, assert_attention
 
 from cufa.params import FeatureValues
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # Several tiles of each length, and little work for the threads that have none.
 TILES = {

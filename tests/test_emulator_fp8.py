@@ -34,6 +34,8 @@ from cufa.rounding import round_up
 
 __all__ = ["folder", "launch"]  # fixtures
 
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
+
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 DEPTH, STEP = 128, 32
 

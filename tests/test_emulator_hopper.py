@@ -21,7 +21,7 @@ from cufa.device import target
 from cufa.kernels import KERNELS
 from cufa.plan.hopper import SECTION_OF_L2
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 HERE = Path(emulator.__file__).parent
 
@@ -805,7 +805,6 @@ EASY = list({name: (name, dims) for name, dims in cases((192, 128), (64, 64))}.v
 LENGTHS = [(1, 65), (130, 129), (300, 100), (250, 310)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dims", "causal"),
     [
@@ -820,7 +819,6 @@ def test_lengths(rng, kernel, dims, causal):
         run(kernel, problem, causal, tiles=None, device=SMALL_DEVICE)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dims"), cases((192, 128), (152, 72), (104, 248), (256, 256)))
 def test_large_head_dims(rng, kernel, dims):
     problem = draw(rng, "bfloat16", 150, 200, dims=dims, batch=1, heads=2, kv_heads=2)
@@ -836,7 +834,6 @@ def test_tiles(rng, block_m, block_n, stages, blocks_per_sm):
     run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dims", "causal"), [((64, 64), False), ((64, 40), True), ((128, 128), False)])
 def test_a_block_that_sums_dq_of_one_head_after_the_other(rng, dims, causal):
     problem = draw(rng, "bfloat16", 290, 300, dims=dims, batch=2, heads=4, kv_heads=2)
@@ -861,7 +858,6 @@ def test_long_tiles_of_queries(rng, dims, causal):
         run("bwd_4_wgmma", problem, causal, tiles=LONG_TILES, device=SMALL_DEVICE)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_heads", [1, 3])
 @pytest.mark.parametrize(
     ("dims", "causal"), [((96, 96), False), ((72, 112), True), ((112, 104), True), ((24, 40), False)]
@@ -914,7 +910,6 @@ def test_a_warpgroup_without_a_part_of_dq(rng, tmp_path, file, right, lengths, e
         run("bwd_4_wgmma", problem, True, tiles={"block_m": 64}, device=SMALL_DEVICE, folder=folder)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_m", [32, 64, 96])
 def test_short_tiles_of_queries(rng, block_m):
     """Under a mask, a warpgroup passes over those that see keys of the other one alone."""
@@ -1036,7 +1031,6 @@ BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].dir
 
 
 # A mask or none in turn: compiling takes most of the time.
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dims", "tiles", "causal"),
     [
@@ -1068,7 +1062,6 @@ BY_ADDITION = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dims", "lengths", "causal"), BY_ADDITION)
 def test_ways_of_adding(rng, kernel, dims, lengths, causal):
     problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
@@ -1087,7 +1080,6 @@ ROWS_IN_PARTS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dims", "lengths", "causal", "tiles"), ROWS_IN_PARTS)
 def test_rows_in_parts(rng, kernel, dims, lengths, causal, tiles, deterministic):
@@ -1155,7 +1147,6 @@ IN_PARTS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dims", "lengths", "causal", "parts"), IN_PARTS)
 def test_keys_in_parts(rng, dims, lengths, causal, parts):
     problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=2, heads=2, kv_heads=1)

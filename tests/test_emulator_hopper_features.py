@@ -21,7 +21,7 @@ from cufa import reference
 from cufa.checking import judge
 from cufa.problem import accumulator_dtype
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 FEATURES = ("causal", "window", "softcap", "alibi_slopes", "sink", "packed", "seqused_k")
 FORWARD_FEATURES = (*FEATURES, "bias", "dropout")
@@ -61,7 +61,6 @@ def draw(rng, dtype, dims, features):
 
 
 # Each set with one of the forward's, in turn: compiling takes most of the time.
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "dims", "tiles", "features"),
     [
@@ -148,7 +147,6 @@ FURTHER_SETS = [
 
 
 # Pairs with two kernels; of one of them every access is checked.
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("checked", "kernel", "dtype", "dims", "features"),
     [
@@ -175,7 +173,6 @@ IN_PAIRS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "dims", "features"), IN_PAIRS)
 def test_backward_of_blocks_in_pairs(rng, dtype, dims, features):
     for _ in range(3):
@@ -193,7 +190,6 @@ HIDING = [
 
 
 # Keys, and queries of the mask: rows of it that are read 16 keys at once or key by key, and one row for all.
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("keys", "rows"), [(256, 150), (200, 150), (256, 1)])
 @pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
 def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
@@ -227,7 +223,6 @@ PARTED = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dims", "tiles", "features"), PARTED)
 def test_heads_in_parts(rng, kernel, dims, tiles, features):
     lengths = {"seqlen_q": 150, "seqlen_k": 140, "heads": 4, "kv_heads": 1}
@@ -236,7 +231,6 @@ def test_heads_in_parts(rng, kernel, dims, tiles, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
 def test_keys_before_the_window(rng, kernel, dtype, dims):
     """No query sees the first tiles of keys. A block takes all keys of a head, one tile after the other."""
@@ -247,7 +241,6 @@ def test_keys_before_the_window(rng, kernel, dtype, dims):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
 def test_windows_of_several_tiles(rng, kernel, dtype, dims, number):
@@ -277,7 +270,6 @@ VARIED_PARTS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dims", "parts", "features"), VARIED_PARTS)
 def test_keys_in_parts(rng, dims, parts, features):
     lengths = {**HEADS, "seqlen_q": 150, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
@@ -312,7 +304,6 @@ BOXED = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "dims", "front", "features"), BOXED)
 def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
     """Of rows whose first elements are aligned; -inf, and NaN where nothing is seen, are in there, too."""

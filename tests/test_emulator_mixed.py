@@ -10,7 +10,7 @@ from tolerance import assert_attention
 
 from cufa.plan import mixed
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # Few SMs, so that blocks take several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)

@@ -4,7 +4,7 @@ import pytest
 from emulator_checks import check_forward
 from feature_cases import draw_case, in_pages
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 SPLIT_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
 TEAM_TILES = {"block_m": 64, "block_n": 64, "threads": 128, "stages": 2, "splits": 1}
@@ -15,7 +15,6 @@ MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 
 
 # A page for several tiles, several for a tile, neither, more than a warp has lanes for each.
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tiles", "page_size"),
     [

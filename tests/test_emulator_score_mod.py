@@ -16,7 +16,7 @@ from cufa import reference
 from cufa.problem import accumulator_dtype
 from cufa.score_mod import MaskMod, ScoreMod
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # Without a mask to multiply with, sums are not all of the same sign.
 FEATURES = frozenset(("causal", "packed", "bias", "dbias"))
@@ -175,7 +175,6 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
     return 2 * np.tanh(score / 2) + added - of_queries[q_idx] / (kv_idx + 1)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "features", "head_dim", "head_dim_v", "functions"),
     [

@@ -12,7 +12,7 @@ from test_emulator import planted
 
 from cufa.problem import FLOAT8
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL = "fwd_8_split_kv"
 # Warps that each have tiles of their own, and warps that share them.
@@ -149,7 +149,6 @@ def test_wide_heads(rng, dims, dtype):
         check(case, None)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dims", "tiles", "features"),
     [

@@ -12,7 +12,7 @@ from tolerance import assert_attention, assert_gradients, random_problem
 from cufa import reference
 from cufa.checking import judge
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNELS = ("fwd_5_mma", "bwd_3_mma")
 ARITHMETIC = (("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"))
@@ -84,7 +84,6 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, precision):
     run(kernel, draw(rng, dtype, 70, 97, (64, 64), heads=1), precision=precision, causal=True)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "arithmetic", "features"),
     [

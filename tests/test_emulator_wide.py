@@ -9,7 +9,7 @@ from emulator_checks import check_forward
 from feature_cases import draw_case
 from test_emulator import planted
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL = "fwd_10_wgmma_wide"
 SMALL_DEVICE = replace(calls.DEVICE, sm_count=3)
@@ -63,7 +63,6 @@ def test_nonfinite_values_show_where_they_are_seen(rng, dims, bad):
     assert np.isfinite(out[:, :, :, 1:-1]).all()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tiles", "features"),
     [
@@ -91,7 +90,6 @@ def test_parts_of_keys(rng, parts, sets):
         check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("features", "heads", "seqlen_q", "seqlen_k"),
     [

@@ -12,7 +12,7 @@ from test_emulator_score_mod import learnt
 
 from cufa.device import Device
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 # (head_dim, value_dim): slices of which the last is not full, that only one of them has, and full ones.
 DIMS = [(264, 128), (257, 300), (320, 512), (576, 512), (72, 384)]
@@ -55,7 +55,6 @@ WITH_DIMS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "tiles", "dims"), WITH_DIMS, ids=name_of)
 def test_head_dims(rng, kernel, dtype, tiles, dims):
     """Other features with each of the head dims."""
@@ -66,7 +65,6 @@ def test_head_dims(rng, kernel, dtype, tiles, dims):
         check(kernel, case, tiles=tiles)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "tiles", "features"), SETS, ids=name_of)
 def test_features(rng, kernel, dtype, tiles, features):
     for seqlen_q, seqlen_k in [(39, 53), (1, 40), (5, 0)]:
@@ -75,7 +73,6 @@ def test_features(rng, kernel, dtype, tiles, features):
         check(kernel, case, tiles=tiles)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "arch", "dims"),
     [
@@ -97,7 +94,6 @@ def test_the_tiles_that_the_plan_chooses(rng, dtype, arch, dims):
     check(None, cases.draw_case(rng, dtype, features, **sizes), tiles=None, device=Device.of(arch))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "tiles"), UNLIKE, ids=name_of)
 def test_gradients_of_arrays(rng, kernel, dtype, tiles):
     """Of scores that several warps compute each counts once."""
@@ -114,7 +110,6 @@ def test_parts_of_heads(rng, tiles, parts):
     check("bwd_3_mma", cases.draw_case(rng, "bfloat16", ("causal",), **sizes), tiles=tiles | {"parts": parts})
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype", "tiles"), UNLIKE, ids=name_of)
 def test_what_is_not_seen_does_not_show(rng, kernel, dtype, tiles):
     """In each of the slices; every second kernel deterministic."""

@@ -11,6 +11,7 @@ import pytest
 from emulator import available
 
 from cufa import device, jit
+from cufa.problem import Features
 
 
 def pytest_addoption(parser):
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
 def _left_out(items) -> dict[pytest.Item, None]:
     """Of tests marked `sampled(step)`, the cases that do not run: of about `step`, all but one.
 
-    One runs of each name: of a kernel, an arch, a dtype, features.
+    One runs of each name among the parameters: of a kernel, an arch, a dtype, and of each feature in a set.
     """
     tests = defaultdict(list)
     for item in items:
@@ -69,8 +70,15 @@ def _left_out(items) -> dict[pytest.Item, None]:
 
 
 def _names(case) -> set[str]:
-    parameters = case.callspec.params if hasattr(case, "callspec") else {}
-    return {value for value in parameters.values() if isinstance(value, str)}
+    names = set()
+    for value in case.callspec.params.values() if hasattr(case, "callspec") else ():
+        if isinstance(value, Features):
+            names.update(value.names)
+        elif isinstance(value, str):
+            names.add(value)
+        elif isinstance(value, (set, frozenset)):
+            names.update(value)
+    return names
 
 
 def pytest_collection_finish():

@@ -219,7 +219,7 @@ PARTED = [
     ("bwd_5_wgmma_wide", (136, 192), {"parts": 4, "row_parts": 2}, {"window", "alibi_slopes", "dropout"}),
     ("bwd_5_wgmma_wide", (328, 264), {"parts": 2, "row_parts": 2}, {"packed", "causal"}),
     ("bwd_8_wgmma_pair", (256, 192), {"parts": 2, "row_parts": 2}, {"packed", "causal", "dsink"}),
-    ("bwd_8_wgmma_pair", (136, 256), {"parts": 4}, {"window", "alibi_slopes", "dlse", "deterministic"}),
+    ("bwd_8_wgmma_pair", (72, 136), {"parts": 4}, {"window", "alibi_slopes", "dlse", "deterministic"}),
 ]
 
 

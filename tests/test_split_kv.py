@@ -188,6 +188,18 @@ def test_tiles_that_the_kernel_has_no_way_to_take(tiles, message):
 def test_more_rows_than_can_be_counted_are_refused():
     with pytest.raises(ValueError, match="rows of queries, more than"):
         plan_of(replace(DECODING, seqlen_q=2**30))
+    with pytest.raises(ValueError, match="rows of queries, more than"):
+        plan_of(replace(DECODING, seqlen_q=2**29 - 1))  # and as many as a tile has do not fit beside them
+
+
+def test_more_rounds_than_can_be_counted_are_not_shared_out():
+    packed = Features(packed=True)
+    few = replace(DECODING, batch=2, heads=64, kv_heads=4, seqlen_q=65536, seqlen_k=2**20, features=packed)
+    many = replace(few, seqlen_k=2**24)
+    assert plan_of(few, shares=264).tiles["shares"] == 264
+    assert plan_of(many).tiles["shares"] == 1
+    with pytest.raises(ValueError, match="no shares of more than 2,147,483,647 rounds of keys"):
+        plan_of(many, shares=264)
 
 
 @pytest.mark.sampled(3)

@@ -663,17 +663,37 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
         (64, 64, {"block_m": 80}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
         (64, 128, {"block_m": 128}, "a thread needs about 256 registers, and there are 240"),
         (192, 128, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
-        (128, 128, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
-        (256, 256, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
+        (128, 128, {"stages": 1}, "stages must be at least 2: one tile of queries and the next"),
+        (256, 256, {"stages": 1}, "stages must be at least 2: one tile of queries and the next"),
         (128, 256, {"stages": 3}, "bytes of shared memory"),
         (256, 256, {"stages": 4}, "bytes of shared memory"),
-        (256, 256, {"stages": 2}, "stages must be at least 3: dK is made two tiles of queries later"),
+        (256, 256, {"stages": 2}, "stages must be at least 3: dK is made 2 tiles of queries later"),
+        (256, 256, {"block_m": 48}, "block_m must be 64: a warp sends its rows of one panel of P or dS"),
         (64, 64, {"threads": 128}, "tiles has threads"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(head_dim, value_dim, tiles, reason):
     with pytest.raises(ValueError, match=reason):
         plan_of(problem(head_dim, value_dim), **tiles)
+
+
+def test_tiles_that_another_kernel_cannot_have():
+    """In a near window those of bwd_4 are best which bwd_8 begins with."""
+    near = replace(problem(64), features=Features(window=(64, 0)))
+    assert make_plan(near, H200, NARROW).tiles == plan_of(problem(256)).tiles
+    assert make_plan(near, H200, NARROW, {"stages": 2}).tiles["stages"] == 2
+
+
+def test_a_pair_has_a_panel_of_keys_for_each_warpgroup():
+    assert KERNELS[PAIR].unsupported(problem(65, 192), H200) is None
+    assert "head_dim of at least 65, and this is 64" in KERNELS[PAIR].unsupported(problem(64, 192), H200)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88])
+def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
+    """The copy engine, which adds as it comes, is bwd_4's."""
+    call = replace(problem(head_dim, 136, seqlen=8192, batch=8), heads=4, kv_heads=4)
+    assert adding(make_plan(call, H200, WIDE)) == "kAfterFirst"
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
 # Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
 # of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
 _SHORT_UNDER_MASK = 256
-# The keys of a pair of blocks of the Hopper backward, and up to how many head dims half of its dQ is padding.
-_PAIR_KEYS, _PADDED_IN_PAIRS = 128, 128
+# The keys of a pair of blocks of the Hopper backward, the fewest head dims (K has two panels of them), and up
+# to how many half of its dQ is padding.
+_PAIR_KEYS, _LEAST_IN_PAIRS, _PADDED_IN_PAIRS = 128, 65, 128
 # Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
 # keys; above, up to how many keys that a row sees in a window. Measured on an H200.
 _NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 512
@@ -250,7 +251,18 @@ class WideHopperBackward(HopperKernel):
 
 @dataclass(frozen=True)
 class PairHopperBackward(HopperKernel):
-    """One whose blocks are in pairs, with twice as many keys, and divide the products."""
+    """One whose blocks are in pairs, with twice as many keys, and divide the products.
+
+    Each of the key block's two warpgroups has a panel of K to multiply with, of 64 head dims.
+    """
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsupported`."""
+        reason = super().unsupported(problem, device)
+        if reason is None and problem.head_dim < _LEAST_IN_PAIRS:
+            least = f"a head_dim of at least {_LEAST_IN_PAIRS}"
+            return f"{self.name} needs {least}, and this is {problem.head_dim}"
+        return reason
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: not where one block can do it, nor where half of dQ is padding, nor for few

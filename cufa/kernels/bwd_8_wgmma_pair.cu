@@ -12,7 +12,7 @@
 // P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later; and each
 // block sends them before it does anything that nobody waits for.
 //
-// Launches: those of bwd_5_wgmma_wide.
+// Launches: those of bwd_5_wgmma_wide, except seen_tiles.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     two partners: 128 keys of one KV head, or all of them, 128 at a time, for all query

@@ -1,4 +1,4 @@
-"""What the plans of `fwd_6_wgmma` and `fwd_7_fp8` share: their blocks stay for many tiles of queries."""
+"""What the plans of `fwd_6_wgmma`, `fwd_7_fp8` and `fwd_10_wgmma_wide` share: blocks stay for many tiles."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from enum import Enum
 from cufa.device import Device
 from cufa.plan.head_parts import FILLED
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
-from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, Tiles, sends_sums, shares_keys
+from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, Tiles, shares_keys
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
@@ -56,8 +56,13 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
-def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -> Adding:
-    """The fastest way to add, or the one that the call requires; `best` are the fastest tiles."""
+def way_of_adding(
+    problem: Problem, device: Device, best: Tiles, tiles: Tiles, sends_sums: bool = False
+) -> Adding:
+    """The fastest way to add, or the one that the call requires.
+
+    `best` are the fastest tiles. With `sends_sums`, the copy engine should add.
+    """
     if problem.features.key_mask:  # it is not known which blocks skip a tile of queries
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, tiles):
@@ -66,7 +71,7 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
         return Adding.IN_ORDER
     # With a window, a query may see keys but not the first ones. If the copy engine adds the sums, it is not
     # known when.
-    if problem.features.windowed or sends_sums(problem, best) or _cached(problem, device):
+    if problem.features.windowed or sends_sums or _cached(problem, device):
         return Adding.AS_THEY_COME
     # In bwd_5_wgmma_wide products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST

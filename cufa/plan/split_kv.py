@@ -19,7 +19,7 @@ from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
-from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape, one_of
+from cufa.problem import FLOAT8, MAX_AXIS, MAX_EXTENT, Problem, lse_shape, one_of
 from cufa.rounding import ceil_div, round_up
 
 # Rows of a block; with more rows, K and V are read again. Above the first number, each warp has twice as many
@@ -162,7 +162,7 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
     chosen = _chosen(problem, device, best)
     # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
     parted = replace(_parted(typical, chosen, device), splits=1)
-    if on_half:
+    if on_half and _may_share(problem, parted):
         parted = replace(parted, shares=_half(device))
     return _planned(problem, device, replace(chosen, tiles=parted))
 
@@ -190,9 +190,11 @@ def _candidate(kind: Problem, device: Device, tiles: Tiles) -> Candidates[Tiles]
 def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisions:
     """The launches with these tiles."""
     rows = _rows_of_kv_head(problem)
-    if rows > MAX_EXTENT:
-        raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
+    if rows > MAX_AXIS:
+        raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_AXIS:,}")
     sizes = chosen.tiles
+    if sizes.shares > 1 and not _may_share(problem, sizes):
+        raise ValueError(f"tiles {sizes}: no shares of more than {MAX_EXTENT:,} rounds of keys")
     row_blocks = _row_blocks(problem, sizes.block_m)
     shared, split = sizes.shares > 1, sizes.splits > 1
     part_bytes = _part_bytes(problem, sizes)
@@ -229,11 +231,11 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
 def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
     tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
-    if _uneven(problem):
+    if _uneven(problem) and _may_share(problem, tiles):
         longest = _visible_keys(problem) * _key_bytes(problem) * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
         tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
         if SAVED_OF_LONGEST * longest > SHARE_TIME + TILE_OF_SHARE_TIME * tiles_of_block:
-            return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles))))
+            return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
     _, splits = _least_time(problem, tiles, device)
     return replace(tiles, splits=splits)
 
@@ -243,10 +245,14 @@ def _uneven(problem: Problem) -> bool:
     return (problem.features.packed or problem.features.seqused_k) and problem.batch > 1
 
 
-def _rounds(problem: Problem, tiles: Tiles) -> int:
-    """The most rounds in which blocks read the keys of all tiles of rows."""
-    keys = problem.mean_keys
-    return _row_blocks(problem, tiles.block_m) * ceil_div(keys, tiles.block_n * tiles.teams)
+def _rounds(problem: Problem, tiles: Tiles, keys: int) -> int:
+    """The most rounds in which blocks read so many keys of all tiles of rows."""
+    return _row_blocks(problem, tiles.block_m) * max(1, ceil_div(keys, tiles.block_n * tiles.teams))
+
+
+def _may_share(problem: Problem, tiles: Tiles) -> bool:
+    """Whether kernels can count the rounds (key_shares.cuh), even if one sequence has all rows and keys."""
+    return _rounds(problem, tiles, problem.seqlen_k) <= MAX_EXTENT
 
 
 def price(problem: Problem, device: Device, like: Problem | None = None) -> float:

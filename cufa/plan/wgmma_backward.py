@@ -41,7 +41,9 @@ from cufa.plan.wgmma_backward_tiles import (
     cluster_blocks_of,
     has_whole_queries,
     narrow_cost,
+    narrow_misfit,
     pair_cost,
+    pair_misfit,
     scores_together,
     sends_sums,
     statistics_bytes,
@@ -66,11 +68,11 @@ ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between the two kernels, for one call.
+    """What differs between the kernels, for one call.
 
     `best` are the fastest tiles, with all heads in one part. A block `stays` for many tiles of keys, or has
     only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is shared by `cluster` blocks;
-    `shared_how` says how.
+    `shared_how` says how. `misfit` says why the kernel cannot have some tiles.
     """
 
     best: Tiles
@@ -81,6 +83,7 @@ class _Kind:
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
     cluster: int = 1
     shared_how: tuple[str, ...] = ()
+    misfit: Callable[[Tiles], str | None] = lambda _: None
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -88,7 +91,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     best = best_tiles(problem)
 
     def adding_of(tiles: Tiles) -> Adding:
-        return way_of_adding(problem, device, best, tiles)
+        return way_of_adding(problem, device, best, tiles, sends_sums(problem, best))
 
     def outboxes(tiles: Tiles) -> bool:
         return sends_sums(problem, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
@@ -109,6 +112,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
             ("WHOLE_QUERIES", has_whole_queries(problem, tiles.block_m)),
             ("SCORES_TOGETHER", scores_together(problem)),
         ),
+        misfit=lambda tiles: narrow_misfit(problem, tiles),
     )
     part = _decide(problem, device, tiles, kind)
     chosen = Tiles(**part.tiles)
@@ -139,7 +143,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
-    """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma`, of blocks in pairs."""
+    """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma` without a mask, of blocks in pairs."""
     best, pairs = PAIR_TILES, _in_clusters(device, PAIR)
     kind = _Kind(
         best=best,
@@ -150,6 +154,7 @@ def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         own_macros=lambda _: (("SCORES_TOGETHER", False), ("SCORE_STAGES", SCORE_STAGES)),
         cluster=PAIR,
         shared_how=("two blocks share a tile of keys: one has K and Q, the other V and dO",),
+        misfit=pair_misfit,
     )
     return _decide(problem, pairs, tiles, kind)
 
@@ -167,7 +172,8 @@ def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     parts, row_parts = best_parts(problem, kind.best, device.sm_count, may_split_rows=may_split_rows)
     best = replace(kind.best, parts=parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
-    check_tiles(problem, chosen.tiles, kind.best, chosen.cost.registers)
+    misfit = kind.misfit(chosen.tiles)
+    check_tiles(problem, chosen.tiles, kind.best.block_n, chosen.cost.registers, misfit)
     return chosen
 
 

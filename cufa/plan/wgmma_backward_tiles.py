@@ -45,7 +45,7 @@ CONSUMER_REGISTERS = min(
     MAX_CONSUMER_REGISTERS,
     AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
 )
-# The product for dQ uses the previous tile of queries, so there must be room for both.
+# Products for a tile of queries are made while the next one is processed, so there must be room for both.
 LEAST_STAGES = 2
 # Registers of a consumer besides accumulators: addresses, descriptors, its position.
 OVERHEAD_REGISTERS = 32
@@ -57,7 +57,8 @@ MOST_DIMS_TOGETHER = 128
 class Tiles:
     """The sizes that the kernels are compiled for.
 
-    `block_n` is determined by the kernel and cannot be chosen. A block holds `stages` tiles of Q, and of dO.
+    `block_n` is determined by the kernel and cannot be chosen. A block holds `stages` tiles of Q, and of dO;
+    of a pair of `bwd_8_wgmma_pair`, one holds so many of Q, and the other SCORE_STAGES of dO.
     `parts` is the number of parts into which the query heads of a KV head are divided among blocks.
     `row_parts` is the number of parts into which the rows of each of these parts are divided.
     """
@@ -83,7 +84,7 @@ class Tiles:
         if self.block_m % WGMMA_K or self.block_m > MAX_WGMMA_N:
             return f"block_m must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
         if self.stages < LEAST_STAGES:
-            return f"stages must be at least {LEAST_STAGES}: dQ is made a tile of queries later"
+            return f"stages must be at least {LEAST_STAGES}: one tile of queries and the next"
         return None
 
     def __str__(self) -> str:
@@ -104,7 +105,8 @@ LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 # The best tiles where the warpgroups share keys, and shorter ones, beside which more head dims fit.
 WIDE_TILES, WIDEST_TILES = Tiles(64, WGMMA_M, 2), Tiles(48, WGMMA_M, 2)
 # The best tiles of pairs of blocks that divide the products; `stages` are of Q, and these of dO, P and dS.
-PAIR, PAIR_TILES, SCORE_STAGES = 2, Tiles(64, CONSUMERS * WGMMA_M, 3), 2
+# Those are so long on their way that dK is made two tiles later.
+PAIR, PAIR_TILES, SCORE_STAGES, PAIR_LAG = 2, Tiles(64, CONSUMERS * WGMMA_M, 3), 2, 2
 # Above this many head dims two blocks have half of them each.
 MOST_DIMS_OF_BLOCK = 256
 # The best tiles up to head dim 64 in a window that reaches at most this far to both sides: a warpgroup's keys
@@ -171,7 +173,7 @@ def best_wide_tiles(problem: Problem, device: Device) -> Tiles:
 
 
 def sends_sums(problem: Problem, tiles: Tiles) -> bool:
-    """Whether the copy engine should add to dQ, if blocks add as they come.
+    """Whether the copy engine should add to dQ of `bwd_4_wgmma`, if blocks add as they come.
 
     Otherwise warpgroups do. Those of long tiles would wait long for it. Under a causal mask or a window the
     others wait less than the outboxes cost.
@@ -181,16 +183,30 @@ def sends_sums(problem: Problem, tiles: Tiles) -> bool:
     return _has_many_queries(problem) and not problem.range_mask
 
 
-def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
+def narrow_misfit(problem: Problem, tiles: Tiles) -> str | None:
+    """None if `bwd_4_wgmma` can have such tiles, else the reason."""
+    step = CONSUMERS * WGMMA_K
+    if ceil_div(problem.head_dim, PANEL_COLS) % CONSUMERS and tiles.block_m % step:
+        return f"block_m must be a multiple of {step}, {WGMMA_K} for half a warpgroup's dQ"
+    return None
+
+
+def pair_misfit(tiles: Tiles) -> str | None:
+    """None if `bwd_8_wgmma_pair` can have such tiles, else the reason."""
+    if tiles.block_m != PANEL_COLS:
+        return f"block_m must be {PANEL_COLS}: a warp sends its rows of one panel of P or dS"
+    if tiles.stages <= PAIR_LAG:
+        return f"stages must be at least {PAIR_LAG + 1}: dK is made {PAIR_LAG} tiles of queries later"
+    return None
+
+
+def check_tiles(problem: Problem, tiles: Tiles, block_n: int, registers: int, misfit: str | None) -> None:
     """Raise ValueError if the kernel cannot have the tiles that a caller chose."""
     check_parts(problem, tiles, tiles.parts)
-    if tiles.block_n != best.block_n:
-        raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
-    panels = ceil_div(problem.head_dim, PANEL_COLS)
-    if best.block_n == CONSUMERS * WGMMA_M and panels % CONSUMERS and tiles.block_m % (2 * WGMMA_K):
-        raise ValueError(f"tiles {tiles}: block_m must be a multiple of 32, 16 for half a warpgroup's dQ")
-    if best == PAIR_TILES and tiles.stages < best.stages:
-        raise ValueError(f"tiles {tiles}: stages must be at least 3: dK is made two tiles of queries later")
+    if tiles.block_n != block_n:
+        raise ValueError(f"tiles {tiles}: block_n must be {block_n}, {WGMMA_M} for a warpgroup's rows")
+    if misfit is not None:
+        raise ValueError(f"tiles {tiles}: {misfit}")
     if registers > CONSUMER_REGISTERS:
         raise ValueError(
             f"tiles {tiles}: a thread needs about {registers} registers, and there are {CONSUMER_REGISTERS}"
@@ -276,7 +292,7 @@ def pair_cost(problem: Problem, tiles: Tiles) -> Cost:
         max(key_block, value_block)
         + SCORE_STAGES * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * statistics_bytes(tiles)
-        + n * CONSUMERS * problem.itemsize  # which keys are lost
+        + n * (WARPGROUP // WGMMA_M) * problem.itemsize  # which keys are lost, by threads for each
         + BARRIER_BYTES * (2 * tiles.stages + (7 * CONSUMERS + 4) * SCORE_STAGES + 2)
     )
     # S or dP; dK or dV; a panel of dQ

@@ -262,19 +262,14 @@ struct Consumer {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
         const Sums::Part part =
             Sums::panel_of(tile, rank_in_cluster() * kHeadPanels + kQueryPart.begin + panel);
-        if (part.has_own_slab()) add_or_round(tile, last, sets, part.sums, dq);
+        if (part.has_own_slab()) {
+            QueryWorkspace::add_or_round(params.call, work.sequence(params.call), tile, part.sums,
+                                         dq, last, sets);
+        }
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);
             turn.advance();
         }
-    }
-    // Adds a panel, or rounds it with the sums of other keys.
-    __device__ void add_or_round(float* tile, bool last, bool sets, float* part, QueryPart& dq) {
-        if (!kRounds || !last) return Sums::add(part, dq, sets);
-        if (!sets) Sums::collect(dq, part);
-        const QueryWorkspace workspace(params.call);
-        const Sequence sequence = work.sequence(params.call);
-        workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile, part, dq);
     }
 
     template <class Walk>

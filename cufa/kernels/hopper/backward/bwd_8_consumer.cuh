@@ -56,7 +56,11 @@ struct PairConsumer {
     __device__ void add(const PendingTile& tile, QueryPart& dq, RingPosition<kScoreStages> turn) {
         if (kTurns) smem.order[warpgroup].wait_full(turn);
         const Sums::Part part = Sums::panel_of(tile.sums, adder_of(warpgroup));
-        if (part.has_own_slab()) add_or_round(tile, part.sums, dq);
+        if (part.has_own_slab()) {
+            const bool sets = kWindow ? tile.sets : Keys::sets_sums(work);
+            QueryWorkspace::add_or_round(params.call, work.sequence(params.call), tile.sums,
+                                         part.sums, dq, tile.last, sets);
+        }
         if (kTurns) arrive_by_warp(smem.order[warpgroup].added[turn.stage]);
     }
 
@@ -122,18 +126,6 @@ struct PairConsumer {
             smem.keys_ring.release(keys_at);
         }
         keys_at.advance();
-    }
-
-  private:
-    // Adds a panel, or rounds it with the sums of other keys.
-    __device__ void add_or_round(const PendingTile& tile, float* part, QueryPart& dq) {
-        const bool sets = kWindow ? tile.sets : Keys::sets_sums(work);
-        if (!kRounds || !tile.last) return Sums::add(part, dq, sets);
-        if (!sets) Sums::collect(dq, part);
-        const QueryWorkspace workspace(params.call);
-        const Sequence sequence = work.sequence(params.call);
-        workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile.sums, part,
-                        dq);
     }
 };
 

@@ -1,5 +1,5 @@
-// The parameters of both 16-bit Hopper backwards, and what they do to tiles: take out NaN,
-// multiply, store.
+// The parameters of the 16-bit Hopper backwards, and what they do to tiles: take out NaN, multiply,
+// store.
 #pragma once
 
 #include "hopper/backward/wgmma_query_sums.cuh"
@@ -14,10 +14,11 @@ struct Params : BiasMap<> {
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
 // Takes NaN and infinity out of a tile of keys: 0 times it would reach queries that do not see the
-// key. Queries that see it get NaN from the values, which become NaN: only dP is computed from
-// values. `thread` is one of Threads that do this together, each for a part of a row.
-template <int Threads, class KeyRows, class ValueRows>
-__device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
+// key. What `marked` has of the key becomes NaN, so that queries that see it get NaN from there:
+// the values, if only dP is computed from them. `thread` is one of Threads that do this together,
+// each for a part of a row.
+template <int Threads, class KeyRows, class Marked>
+__device__ inline void take_out_of_keys(KeyRows& k, Marked& marked, int thread) {
     constexpr int kParts = Threads / KeyRows::kRows;
     constexpr int kCols = KeyRows::kPanels * kPanelCols;
     const int row = thread % KeyRows::kRows, part = thread / KeyRows::kRows;
@@ -33,7 +34,7 @@ __device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
             *k.at(row, (i / kChunkCols * kParts + part) * kChunkCols + i % kChunkCols);
         if (!is_finite(value)) value = scalar_t{};
     }
-    *v.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
+    *marked.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
 }
 
 // The same for a tile of queries and dO, by all consumers, once no product reads it. No thread

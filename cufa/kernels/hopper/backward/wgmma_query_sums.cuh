@@ -258,6 +258,18 @@ struct Workspace {
         Sums::round(tile_sums, part, of_part, rows, sequence.seqlen_q - first_row,
                     call.softmax_scale * kept_scale(call.features));
     }
+    // Adds a warpgroup's part of a tile of dQ or, if it is the `last` to add, rounds it with the
+    // sums of others. One that `sets` the sums is the first.
+    template <int Count>
+    __device__ static void add_or_round(const BackwardParams& call, const Sequence& sequence,
+                                        float* tile_sums, float* part, float (&of_part)[Count],
+                                        bool last, bool sets) {
+        if (!kRounds || !last) return Sums::add(part, of_part, sets);
+        if (!sets) Sums::collect(of_part, part);
+        const Workspace workspace(call);
+        workspace.round(call, sequence, workspace.first_place_of(sequence), tile_sums, part,
+                        of_part);
+    }
     __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
         return rows[place_of(sequence, head, tile)];
     }

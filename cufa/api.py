@@ -151,7 +151,9 @@ def attention(
         bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), float16, bfloat16,
             float32 or float64. Leading axes of length 1 may be left out. Unless q is float64, a float64 bias
             is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key
-            (but not NaN or infinity in its values, as a mask does).
+            (but not NaN or infinity in its values, as a mask does). Hide keys by a mask or -inf, not by a
+            large negative number: a row whose scores are all about -1e7 or less attends to its keys, and its
+            LSE cannot hold the logarithm of their number, so its probabilities and gradients are too large.
         mask: True where a query sees a key: shaped like bias; bool, or uint8 with eight keys per byte, as
             from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, kernels on tensor cores first
             read the mask once and then skip tiles in which no query sees a key, so masked calls take less

@@ -130,12 +130,14 @@ def _merge_on_gpu(named: dict[str, Any], dtype: str, axes: Axes, arch: Arch | st
 def _merge_on_cpu(named: dict[str, Any], axes: Axes) -> None:
     batch, seqlen, heads = axes
     order = (heads, seqlen, 2) if batch is None else (batch, heads, seqlen, 3)
-    lse = np.logaddexp(named["lse_a"], named["lse_b"])
-    out = np.zeros([named["out"].shape[axis] for axis in order], lse.dtype)
-    for part in ("a", "b"):
-        part_lse = named[f"lse_{part}"]
-        seen = ~np.isneginf(part_lse)
-        weight = np.exp(np.subtract(part_lse, lse, where=seen, out=np.zeros_like(lse)))
-        out += np.where(seen[..., None], weight[..., None] * named[f"out_{part}"].transpose(order), 0)
+    lses = named["lse_a"], named["lse_b"]
+    largest = np.maximum(*lses)
+    weights = [np.where(np.isneginf(lse), 0, np.exp(lse - largest)) for lse in lses]
+    # Not e^(lse_a - lse): a large LSE does not hold the logarithm of the sum.
+    total = weights[0] + weights[1]
+    out = np.zeros([named["out"].shape[axis] for axis in order], total.dtype)
+    for part, weight in zip(("out_a", "out_b"), weights, strict=True):
+        share = (weight / np.where(total == 0, 1, total))[..., None]
+        out += np.where(share == 0, 0, share * named[part].transpose(order))
     named["out"].transpose(order)[...] = out
-    named["lse"][...] = lse
+    named["lse"][...] = np.where(total == 0, -np.inf, largest + np.log(total))

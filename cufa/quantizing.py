@@ -61,8 +61,8 @@ def quantize(
         x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences; float16,
             bfloat16, float32 or float64.
         kv_heads: descales per sequence: for queries, the number of KV heads. None: one for each head of x.
-        descale: (batch, kv_heads) float32, positive, if known (static scales). x is then read only once, and
-            magnitudes over 448 descales are clipped. On a GPU the numbers are not checked.
+        descale: (batch, kv_heads) float32, at least 1.2e-38, if known (static scales). x is then read only
+            once, and magnitudes over 448 descales are clipped. On a GPU the numbers are not checked.
         cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
             outside all sequences are not written.
         seqlen_contiguous: whether tokens, not columns, are adjacent in memory, with the other strides
@@ -80,9 +80,9 @@ def quantize(
 
     Raises:
         TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
-        ValueError: shapes that do not match, descales that are not positive, packed sequences without
-            cu_seqlens or with seqlen_contiguous, an output that is read-only or overlaps another array,
-            arrays on another GPU.
+        ValueError: shapes that do not match, descales that are too small, packed sequences without cu_seqlens
+            or with seqlen_contiguous, an output that is read-only or overlaps another array, arrays on
+            another GPU.
         GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
@@ -213,10 +213,12 @@ def _quantize_on_gpu(
 
 
 def _check_positive(descale: Any) -> None:
-    for sequence, kv_head in np.argwhere(~(descale > 0))[:1]:
+    """Raise ValueError for a descale that has no reciprocal: up to 0, NaN, or too small."""
+    for sequence, kv_head in np.argwhere(~(descale >= _DESCALES.tiny))[:1]:
         value = descale[sequence, kv_head]
         raise ValueError(
-            f"descale has {value} for sequence {sequence}, KV head {kv_head}; it must be positive"
+            f"descale has {value} for sequence {sequence}, KV head {kv_head}; it must be at least "
+            f"{_DESCALES.tiny}"
         )
 
 

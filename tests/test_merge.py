@@ -13,6 +13,7 @@ from cufa.problem import accumulator_dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHAPE = (2, 13, 3, 24)  # batch, seqlen, heads, value_dim
+EMULATED = pytest.mark.emulator
 
 
 def parts(rng, dtype, shape=SHAPE):
@@ -47,6 +48,19 @@ def assert_merged(out, lse, whole, whole_lse):
 def test_on_the_cpu(rng, dtype):
     given, whole, whole_lse = parts(rng, dtype)
     assert_merged(*cufa.merge(*given, backend="numpy"), whole, whole_lse)
+
+
+@pytest.mark.parametrize("lse", [-5e4, 1e9])
+@pytest.mark.parametrize(
+    "merge", [lambda *given: cufa.merge(*given, backend="numpy"), pytest.param(calls.merge, marks=EMULATED)]
+)
+def test_an_lse_too_large_to_hold_a_logarithm_beside_it(rng, merge, lse):
+    """Keys that a bias of -1e9 hides in a row that sees no others: parts weigh as much as their LSEs say."""
+    out_a, out_b = rng.standard_normal((2, *SHAPE), dtype=np.float32)
+    batch, seqlen, heads, _ = SHAPE
+    lses = np.full((batch, heads, seqlen), lse, np.float32)
+    merged, _ = merge(out_a, lses, out_b, lses)
+    np.testing.assert_allclose(merged, (out_a + out_b) / 2, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -155,7 +155,7 @@ def test_a_power_of_two_is_in_the_descale_alone(x, factor):
 def test_numbers_out_of_range_raise_no_floating_point_error():
     x = np.array([np.inf, -np.inf, np.nan, 1e38, 1e-45, 0], np.float32).reshape(1, 1, 1, 6)
     with np.errstate(all="raise"):
-        for descale in (None, np.full((1, 1), 1e-38, np.float32)):
+        for descale in (None, np.full((1, 1), 1.2e-38, np.float32)):
             cufa.quantize(x, descale=descale, backend="numpy")
 
 
@@ -256,9 +256,9 @@ def test_attention_of_it(rng):
             (
                 {"descale": np.where(np.arange(12).reshape(2, 6) == 8, value, 1).astype(np.float32)},
                 ValueError,
-                f"descale has {value} for sequence 1, KV head 2; it must be positive",
+                f"descale has {value} for sequence 1, KV head 2; it must be at least 1.17549",
             )
-            for value in (0.0, -2.0, np.nan)
+            for value in (0.0, -2.0, np.nan, np.float32(1e-40))
         ),
         ({"out": np.zeros(SHAPE, np.uint8)}, TypeError, "out has dtype uint8; it must be float8_e4m3fn"),
         ({"out": np.zeros(SHAPE[1:], E4M3)}, ValueError, "out has shape (70, 6, 24); it must be (2, 70, 6"),

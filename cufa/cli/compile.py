@@ -30,7 +30,7 @@ from cufa.cli.options import (
     tilings,
 )
 from cufa.cli.variants import SEQLEN, Compiled, Request, compile_variant
-from cufa.device import KNOWN, Device, target
+from cufa.device import KNOWN, Arch, Device, target
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import FLOAT8, Features
 from cufa.threads import cores
@@ -223,6 +223,9 @@ def command(
             f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
         )
 
+    if emit == "cubin":
+        _refuse_ptx(requests[0].device.arch)
+
     compiled = _compile(requests)
     if emit is not None and compiled[0].build is not None:
         _emit(compiled[0], emit, destination)
@@ -282,13 +285,17 @@ def _devices(archs: tuple[str, ...] | None) -> list[Device]:
         return [target(arch, for_compile_only=True) for arch in archs]
 
 
+def _refuse_ptx(arch: Arch) -> None:
+    if arch.virtual:
+        raise output.Failure(f"{arch} is PTX and has no cubin; give a real arch")
+
+
 def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
     assert compiled.planned is not None
     assert compiled.build is not None
     try:
         if what == "cubin":
-            if compiled.build.arch.virtual:
-                raise output.Failure(f"{compiled.build.arch} is PTX and has no cubin; give a real arch")
+            _refuse_ptx(compiled.build.arch)  # of an arch that NVRTC does not know yet
             code = compiled.build.path.read_bytes()
         else:
             text = jit.ptx(compiled.planned.variant) if what == "ptx" else jit.sass(compiled.build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 
 from cufa.arguments import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
-from cufa.cli.output import Failure, memory_errors
+from cufa.cli.output import Failure, OutOfMemory, memory_errors, size
 from cufa.cli.workload import TENSORS, Arrays, Workload
 from cufa.messages import counted
 from cufa.problem import (
@@ -134,6 +135,12 @@ def make_arrays(
     Workload(described, False, features, layout=layout).problem("forward")
     if rng is None:
         return described
+    drawn_bytes = sum(array.nbytes for name, array in described.items() if name not in given)
+    memory_bytes = _memory_bytes()
+    if memory_bytes is not None and drawn_bytes > memory_bytes:
+        raise OutOfMemory(
+            f"out of memory: the arrays take {size(drawn_bytes)}, and the machine has {size(memory_bytes)}"
+        )
     with memory_errors():
         drawn = {
             name: array if name in given else _draw(name, array, rng) for name, array in described.items()
@@ -142,6 +149,14 @@ def make_arrays(
             described["v"][...] = drawn["v"]
             drawn["v"] = described["v"]
     return drawn
+
+
+def _memory_bytes() -> int | None:
+    """The machine's memory, if known: systems that overcommit do not compare it with what is allocated."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not on Windows, nor everywhere else
+        return None
 
 
 def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:

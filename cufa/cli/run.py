@@ -208,6 +208,8 @@ def command(
     on_gpu = use_gpu(backend)
     if on_gpu:
         _plans(workload, rungs)  # refuse what no kernel supports before allocating
+    else:
+        _refuse_gpu_options(rungs)
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
@@ -281,6 +283,17 @@ def _check_sequences(workload: Workload) -> None:
     side = {name: rules[name] for name in rules if name not in others}
     with output.library_errors():
         Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
+
+
+def _refuse_gpu_options(rungs: dict[Direction, Rung]) -> None:
+    """Raise Failure if a call that computes on the CPU asks for a kernel, its tiles or an arch."""
+    asked: dict[str, object] = {"--arch": rungs["forward"].arch}
+    for direction, rung in rungs.items():
+        prefix = "--backward-" if direction == "backward" else "--"
+        asked |= {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles}
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise output.Failure(f"{', '.join(given)}: only for a GPU, and this call computes on the CPU")
 
 
 def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, Plan]:

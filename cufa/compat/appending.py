@@ -198,9 +198,9 @@ def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleave
 
 def _rotated(name: str, x: Any, angles: list[Any], held: Any, count: int, interleaved: bool) -> Any:
     """The tokens of x, rotated by `count` positions after the `held` ones."""
-    first = held if isinstance(held, int) else held[:, None]
+    first = held if isinstance(held, int) else held[:, None, ...]
     is_first = count == 1 and not isinstance(first, int)  # as in decoding: nothing to compute
-    positions = first if is_first else first + arange(count, x)[None]
+    positions = first if is_first else first + arange(count, x)[None, ...]
     with errors_name(_OF_ROTARY | {"x": name}):
         return rotary(x, *angles, positions=positions, interleaved=interleaved)
 
@@ -216,12 +216,12 @@ def _write_by_indices(named: Mapping[str, Any], held: Any) -> None:
     batch, count = k.shape[:2]
     table = named.get(_PAGES)
     if _ENTRIES in named:
-        table = named[_ENTRIES][:, None]
+        table = named[_ENTRIES][:, None, ...]
     if isinstance(held, int) and table is None:
-        place: Any = np.s_[:, held : held + count]
+        place: Any = np.s_[:, held : held + count, ...]
     else:
-        first = held if isinstance(held, int) else held[:, None]
-        sequence, key = arange(batch, k_cache)[:, None], first + arange(count, k_cache)[None]
+        first = held if isinstance(held, int) else held[:, None, ...]
+        sequence, key = arange(batch, k_cache)[:, None, ...], first + arange(count, k_cache)[None, ...]
         place = sequence, key
         if table is not None:
             page_size = k_cache.shape[1]

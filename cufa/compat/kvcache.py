@@ -230,7 +230,7 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
         for wrong in _outside("cache_batch_idx", entries, cached):
             raise ValueError(f"{wrong}; k_cache has {counted(cached, 'sequence')}")
         # Each entry of the cache is one page.
-        return {**_NAMES, "block_table": "cache_batch_idx"}, entries[:, None], room
+        return {**_NAMES, "block_table": "cache_batch_idx"}, entries[:, None, ...], room
     if pages is not None:
         if len(pages.shape) != 2:
             raise ValueError(f"block_table has shape {tuple(pages.shape)}; it must be (batch, pages)")
@@ -242,7 +242,7 @@ def _right_of(padding: Any, q: Any, batch: int, room: int) -> Any:
     """A mask for the `room` keys of each sequence that hides those of its padding; raises as a check."""
     check_int32("cache_leftpad", padding, (batch,))
     _check_fits("cache_leftpad", padding, room)
-    return (arange(room, q) >= padding[:, None])[:, None, None]
+    return (arange(room, q) >= padding[:, None, ...])[:, None, None, ...]
 
 
 def _check_given(for_what: str, **needed: Any) -> None:

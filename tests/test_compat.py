@@ -886,10 +886,26 @@ def test_a_cache_with_room_for_more_sequences(rng, adds):
 class StandardTensor(Tensor):
     """It is indexed along all axes, as the array API standard has it."""
 
+    device = "cpu"
+
+    def __array_namespace__(self):
+        def of(function):
+            return lambda *given, **options: StandardTensor(function(*given, **options))
+
+        return SimpleNamespace(
+            __name__="standard", from_dlpack=of(np.from_dlpack), full=of(np.full), int32=np.int32
+        )
+
     def __getitem__(self, place):
-        if len(place) != len(self.shape) and Ellipsis not in place:
-            raise IndexError(f"{len(place)} indices of {len(self.shape)} axes")
-        return StandardTensor(self.values[place])
+        return StandardTensor(self.values[self._complete(place)])
+
+    def __setitem__(self, place, other):
+        self.values[self._complete(place)] = other.values
+
+    def _complete(self, place):
+        if len(place) - place.count(None) != len(self.shape) and Ellipsis not in place:
+            raise IndexError(f"{place} is no index of {len(self.shape)} axes")
+        return place
 
 
 @pytest.mark.parametrize("function", ["scaled_dot_product_attention", "dot_product_attention"])
@@ -899,6 +915,17 @@ def test_arrays_need_only_what_the_array_api_standard_has(rng, function):
     call = getattr(compat, function)
     out = call(*map(StandardTensor, (q, k, v)), is_causal=True)
     np.testing.assert_array_equal(out.values, call(q, k, v, is_causal=True))
+
+
+def test_a_cache_is_written_as_the_array_api_standard_has_it(rng):
+    given = (draw(rng, 3, 9), draw(rng, 3, 2)[1:])
+    results = []
+    for tensor in (np.array, StandardTensor):
+        (q, *cache), new = (list(map(tensor, map(np.copy, arrays))) for arrays in given)
+        out = compat.flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=5)
+        results.append([getattr(array, "values", array) for array in (out, *cache)])
+    for written, wanted in zip(*results, strict=True):
+        np.testing.assert_array_equal(written, wanted)
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_where_pairs_are_faster(call):
     [
         (Features(alibi=True, sink=True), 0),
         (Features(window=(700, 0)), 0),
-        (Features(packed=True, deterministic=True), 4),
+        (Features(packed=True, deterministic=True), 10),
     ],
 )
 def test_hardly_a_spill_where_blocks_divide_products(features, most_bytes):

@@ -84,11 +84,4 @@ struct KeyGradients {
             ptx::barrier_arrive(smem.gradients[keys_at.stage]);
         }
     }
-
-    template <int Dims, class Rows>
-    __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
-        WgmmaOperand<Dims> rounded;
-        round_to_operand<Dims>(rounded, sums);
-        write_rows<Dims>(rows, rounded, row_of_warp());
-    }
 };

@@ -309,9 +309,7 @@ struct Consumer {
                           WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
         for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
-        WgmmaOperand<Dims> rounded;
-        round_to_operand<Dims>(rounded, sums);
-        write_rows<Dims>(rows, rounded, row_of_warp());
+        write_rounded<Dims>(rows, sums);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
         send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, first_col);

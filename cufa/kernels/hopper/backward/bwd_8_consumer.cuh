@@ -111,9 +111,7 @@ struct PairConsumer {
                           WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
         for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
-        WgmmaOperand<Dims> rounded;
-        round_to_operand<Dims>(rounded, sums);
-        write_rows<Dims>(rows, rounded, row_of_warp());
+        write_rounded<Dims>(rows, sums);
         ptx::proxy_fence();
         sync_warpgroup();
         send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, warpgroup * kWgmmaM,

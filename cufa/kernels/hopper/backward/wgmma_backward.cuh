@@ -79,6 +79,14 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
     ptx::wgmma_commit();
 }
 
+// Rounds a warpgroup's gradients and writes them to a tile, for send_out.
+template <int Dims, class Rows>
+__device__ inline void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
+    WgmmaOperand<Dims> rounded;
+    round_to_operand<Dims>(rounded, sums);
+    write_rows<Dims>(rows, rounded, row_of_warp());
+}
+
 // Stores a tile of gradients by Threads threads. It begins at key number `key` of the work's tile
 // and at head dim first_col.
 template <int TensorDims, int Threads, class Tile>

@@ -112,7 +112,7 @@ def quantize(
     else:
         refuse_gpu_options(arch=arch)
         if descale is not None:
-            _check_positive(named["descale"])
+            _check_reciprocals(named["descale"])
         _quantize_on_cpu(named, axes, descale is None)
     used = adopted.give_back(named["descale"]) if descale is None else descale
     return adopted.give_back(named["out"], out), used
@@ -212,7 +212,7 @@ def _quantize_on_gpu(
         arrays.as_bytes(out)[...] = arrays.as_bytes(written)
 
 
-def _check_positive(descale: Any) -> None:
+def _check_reciprocals(descale: Any) -> None:
     """Raise ValueError for a descale that has no reciprocal: up to 0, NaN, or too small."""
     for sequence, kv_head in np.argwhere(~(descale >= _DESCALES.tiny))[:1]:
         value = descale[sequence, kv_head]

@@ -12,7 +12,7 @@ import numpy as np
 
 import cufa
 from cufa import device
-from cufa.arguments import DESCALES, check_scale
+from cufa.arguments import DESCALES, check_scale, refuse_gpu_options
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
@@ -287,13 +287,11 @@ def _check_sequences(workload: Workload) -> None:
 
 def _refuse_gpu_options(rungs: dict[Direction, Rung]) -> None:
     """Raise Failure if a call that computes on the CPU asks for a kernel, its tiles or an arch."""
-    asked: dict[str, object] = {"--arch": rungs["forward"].arch}
-    for direction, rung in rungs.items():
-        prefix = "--backward-" if direction == "backward" else "--"
-        asked |= {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles}
-    given = [name for name, value in asked.items() if value is not None]
-    if given:
-        raise output.Failure(f"{', '.join(given)}: only for a GPU, and this call computes on the CPU")
+    with output.library_errors():
+        for direction, rung in rungs.items():
+            prefix = "--backward-" if direction == "backward" else "--"
+            options = {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles, "--arch": rung.arch}
+            refuse_gpu_options(**options)
 
 
 def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, Plan]:

@@ -286,9 +286,9 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--batch", -1), "-1 is not in the range"),
         (("--dtype", "int8"), "'int8' is not one of"),
         (("--kernel", "fwd_0"), "'fwd_0' is not one of"),
-        (("--kernel", "fwd_1_naive"), "only for a GPU"),
-        (("--arch", "sm_90"), "only for a GPU"),
-        (("--tile", "block_m=64"), "only for a GPU"),
+        (("--kernel", "fwd_1_naive"), "it needs a GPU"),
+        (("--arch", "sm_90"), "it needs a GPU"),
+        (("--tile", "block_m=64"), "it needs a GPU"),
         (("--tile", "block_m"), "is not of the form NAME=N"),
         (("--tile", "block_m=32", "--tile", "block_m=64"), "block_m is given 2 times"),
         (("--tile", "block_m=-4"), "is not of the form NAME=N"),
@@ -532,12 +532,13 @@ def test_sizes_are_refused_beside_files(files):
 
 def test_what_only_a_gpu_has_is_refused_before_anything_is_drawn(monkeypatch):
     monkeypatch.setattr(generated, "_draw", None)
-    options = ("--kernel", "fwd_4", "--backward-tile", "block_m=64", "--arch", "sm_80")
-    message = refused("run", "--backend", "numpy", *options)
-    assert (
-        message
-        == "error: --arch, --kernel, --backward-tile: only for a GPU, and this call computes on the CPU"
-    )
+    for name, given, shown in (
+        ("--kernel", "fwd_4", "'fwd_4_flash_v2'"),
+        ("--backward-tile", "block_m=64", "{'block_m': 64}"),
+        ("--arch", "sm_80", "'sm_80'"),
+    ):
+        message = refused("run", "--backend", "numpy", name, given)
+        assert message == f"error: {name} is {shown}, but this call computes on the CPU; it needs a GPU"
 
 
 def test_arrays_that_exceed_the_machines_memory_are_not_drawn(monkeypatch):

@@ -442,6 +442,7 @@ def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Po
     parts = [f"{first.dtypes}{' causal' if first.hides_later_keys else ''}", f"layout {layout}"]
     parts += [f"heads {heads}", f"head dim {first.dims}"]
     parts += ["values transposed"] if features.transposed_values else []
+    parts += ["values in keys"] if features.values_in_keys else []
     names = dict.fromkeys(word for point in points for word in point.problem.features.words)
     names |= {"descales": None} if features.descale else {}
     parts += [f"with {', '.join(names)}"] if names else []

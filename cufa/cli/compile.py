@@ -78,6 +78,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
+        if given["transposed_values"] and given["values_in_keys"]:
+            raise output.Failure("--transposed-values and --values-in-keys: give one of them")
         of_scores, of_masks = mods_at(score_mod, mask_mod).written
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
@@ -105,6 +107,11 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--transposed-values",
             is_flag=True,
             help=f"For {FLOAT8} values stored transposed.",
+        ),
+        click.option(
+            "--values-in-keys",
+            is_flag=True,
+            help="For values that are the first columns of keys.",
         ),
         click.option("--varlen", is_flag=True, help="For packed sequences."),
         count_option("--page-size", "For keys in pages of N.", default=0, show_default="0: no pages"),
@@ -178,6 +185,7 @@ def command(
     value_dim: int | None,
     causal: bool,
     transposed_values: bool,
+    values_in_keys: bool,
     features: Features,
     tile: tuple[tuple[str, tuple[int, ...]], ...],
     emit: str | None,
@@ -213,9 +221,8 @@ def command(
         dims = head_dim, value_dim or head_dim
         own_kv_dtype = kv_dtype if kv_dtype != dtype else None
         own_features = _features_of(kernel, dtype, features)
-        request = Request(
-            kernel, device, dtype, *dims, causal, transposed_values, own_features, tiles, own_kv_dtype
-        )
+        in_memory = transposed_values, values_in_keys
+        request = Request(kernel, device, dtype, *dims, causal, *in_memory, own_features, tiles, own_kv_dtype)
         each_once.setdefault((kernel, request.title), request)
     requests = list(each_once.values())
     if emit is not None and len(requests) != 1:
@@ -323,6 +330,7 @@ def _document(compiled: Compiled) -> dict[str, Any]:
         "value_dim": request.dims.get("value_dim"),
         "causal": request.causal,
         "transposed_values": request.transposed_values,
+        "values_in_keys": request.values_in_keys,
         "features": list(request.features.names),
         "bias_dtype": request.features.bias_dtype,
         "broadcast_bias": request.broadcast_bias,

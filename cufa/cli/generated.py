@@ -125,6 +125,11 @@ def make_arrays(
     """
     if features.transposed_values and problem.dtype != FLOAT8:
         raise Failure(f"--transposed-values is for {FLOAT8}, and the arrays are {problem.dtype}")
+    if features.values_in_keys and problem.value_dim > problem.head_dim:
+        raise Failure(
+            f"--values-in-keys are the first columns of keys, and --value-dim {problem.value_dim} is more "
+            f"than --head-dim {problem.head_dim}"
+        )
     if features.seqused_k is not None and len(features.seqused_k) != problem.batch:
         raise Failure(
             f"--seqused-k has {counted(len(features.seqused_k), 'number')} for "
@@ -135,7 +140,8 @@ def make_arrays(
     Workload(described, False, features, layout=layout).problem("forward")
     if rng is None:
         return described
-    drawn_bytes = sum(array.nbytes for name, array in described.items() if name not in given)
+    to_draw = described.keys() - given.keys() - ({"v"} if features.values_in_keys else set())
+    drawn_bytes = sum(described[name].nbytes for name in to_draw)
     memory_bytes = _memory_bytes()
     if memory_bytes is not None and drawn_bytes > memory_bytes:
         raise OutOfMemory(
@@ -143,11 +149,13 @@ def make_arrays(
         )
     with memory_errors():
         drawn = {
-            name: array if name in given else _draw(name, array, rng) for name, array in described.items()
+            name: _draw(name, array, rng) if name in to_draw else array for name, array in described.items()
         }
         if features.transposed_values:
             described["v"][...] = drawn["v"]
             drawn["v"] = described["v"]
+        if features.values_in_keys:
+            drawn["v"] = drawn["k"][..., : problem.value_dim]
     return drawn
 
 
@@ -174,6 +182,9 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     described = {name: zeros(of_keys.get(name, dtype), *shape) for name, shape in shapes.items()}
     if features.transposed_values:
         described["v"] = _transposed(described["v"], layout)
+    if features.values_in_keys:
+        described["k"] = _with_rows(described["k"])
+        described["v"] = described["k"][..., : problem.value_dim]
     if without_gradients(problem):
         del described["dout"]
     if features.descale:
@@ -207,6 +218,11 @@ def _transposed(zeros: Any, layout: str) -> Any:
     """Zeros with adjacent keys."""
     _, keys_axis, _ = check_layout(layout)
     return np.zeros(zeros.swapaxes(keys_axis, -1).shape, zeros.dtype).swapaxes(keys_axis, -1)
+
+
+def _with_rows(zeros: Any) -> Any:
+    """Zeros in the memory of one contiguous row: calls copy any other keys, so that no values lie in them."""
+    return np.broadcast_to(np.zeros(zeros.shape[-1], zeros.dtype), zeros.shape)
 
 
 def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
@@ -264,13 +280,15 @@ def bytes_moved(problem: Problem) -> int:
     """The fewest bytes that a call must read and write: each input and result once, also of features."""
     features = problem.features
     itemsizes = {"q": problem.itemsize, "dout": problem.output.itemsize}
-    tensors = sum(
-        math.prod(shape) * itemsizes.get(name, problem.key_itemsize)
+    tensors = {
+        name: math.prod(shape) * itemsizes.get(name, problem.key_itemsize)
         for name, shape in shapes_of(problem, "bshd").items()
-    )
+    }
     # dout, as counted, stands for the out of the forward. The backward also reads out and writes gradients.
     times = 2 if problem.direction == "backward" else 1
-    moved = times * tensors + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
+    moved = times * sum(tensors.values()) + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
+    if problem.values_in_keys:
+        moved -= tensors["v"]  # read with the keys
     if features.bias is not None and features.bias_dtype is not None:
         times = 2 if "bias" in features.gradients else 1
         moved += times * math.prod(features.bias) * DTYPES[features.bias_dtype].itemsize

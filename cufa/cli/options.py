@@ -252,7 +252,8 @@ class FeatureOptions:
     `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`. `score_mod` and `mask_mod` are FILE:NAME.
     `varlen` has the queries and keys of each packed sequence, `seqused_k` the number of keys of each that
     count. `page_size` is the number of keys in a page, 0 for no pages. With `transposed_values`, keys of V
-    are adjacent in memory. `kv_dtype` is the dtype of K and V if it is not Q's.
+    are adjacent in memory. With `values_in_keys`, V is a view of the first columns of K. `kv_dtype` is the
+    dtype of K and V if it is not Q's.
     """
 
     causal: bool = False
@@ -273,6 +274,7 @@ class FeatureOptions:
     deterministic: bool = False
     descale: bool = False
     transposed_values: bool = False
+    values_in_keys: bool = False
     kv_dtype: str | None = None
     precision: str = "ieee"
 
@@ -382,6 +384,11 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             is_flag=True,
             help=f"Store V transposed, its keys adjacent; for --dtype {FLOAT8}.",
         ),
+        click.option(
+            "--values-in-keys",
+            is_flag=True,
+            help="V is the first columns of K, as in multi-head latent attention.",
+        ),
         precision_option,
     ]
     if packed:
@@ -420,6 +427,8 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 )
             if features.transposed_values and (features.varlen is not None or features.page_size):
                 raise output.Failure("--transposed-values are neither packed (--varlen) nor in --page-size")
+            if features.transposed_values and features.values_in_keys:
+                raise output.Failure("--transposed-values and --values-in-keys: give one of them")
             return command(features=features, **given)
 
         for option in reversed(options):

@@ -242,7 +242,11 @@ def _problem_of(
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
         raise output.Failure(f"{', '.join(refused)} cannot go with files, which give the sizes")
-    of_generated = {"--page-size": features.page_size, "--transposed-values": features.transposed_values}
+    of_generated = {
+        "--page-size": features.page_size,
+        "--transposed-values": features.transposed_values,
+        "--values-in-keys": features.values_in_keys,
+    }
     for option, given in of_generated.items():
         if given:
             raise output.Failure(f"{option} is of generated arrays, and these are from files")

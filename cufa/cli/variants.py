@@ -65,6 +65,7 @@ class Request:
     value_dim: int
     causal: bool
     transposed_values: bool
+    values_in_keys: bool
     features: Features
     tiles: Mapping[str, int]
     kv_dtype: str | None = None
@@ -92,6 +93,7 @@ class Request:
         dims = dict.fromkeys(map(str, self.dims.values()))
         parts += [f"head dim {'/'.join(dims)}"] if dims else []
         parts += ["values transposed"] if self.transposed_values else []
+        parts += ["values in keys"] if self.values_in_keys else []
         parts += ["causal"] if self.causal else []
         parts += [details.get(name, name) for name in features.names]
         parts += [output.tiles(self.tiles)] if self.tiles else []
@@ -115,6 +117,7 @@ class Request:
             causal=self.causal and not windowed,
             features=replace(self.features, window=(left, 0) if self.causal and windowed else (left, right)),
             transposed_values=self.transposed_values,
+            values_in_keys=self.values_in_keys,
             kv_dtype=self.kv_dtype,
         )
         return replace(problem, bias_boxes=contiguous_bias_lies_in_boxes(problem))
@@ -164,6 +167,11 @@ def _plan(request: Request) -> Planned:
         raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
     if request.transposed_values and request.dtype != FLOAT8:
         raise ValueError(f"--transposed-values is for {FLOAT8}, and this is {request.dtype}")
+    if request.values_in_keys and request.value_dim > request.head_dim:
+        raise ValueError(
+            f"--values-in-keys are the first columns of keys, and --value-dim {request.value_dim} is more "
+            f"than --head-dim {request.head_dim}"
+        )
     if name in KERNELS:
         problem = request.problem(KERNELS[name].direction)
         plan = make_plan(problem, device, name, request.tiles)
@@ -175,6 +183,8 @@ def _plan(request: Request) -> Planned:
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
     if request.features.tf32 and name not in _WITH_PRODUCTS:
         raise ValueError(f"--precision tf32 is of products, and {name} has none")
+    if request.values_in_keys and name not in _WITH_PRODUCTS:
+        raise ValueError(f"--values-in-keys is of products with keys and values, and {name} has none")
     asked = (*(("causal",) if request.causal else ()), *request.features.names)
     missing = [feature for feature in asked if feature not in companion.features]
     if missing:

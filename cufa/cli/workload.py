@@ -129,7 +129,9 @@ class Workload:
             score_mod, mask_mod = mods_of(asked).written
             options = options._replace(score_mod=score_mod, mask_mod=mask_mod)
             problem = make_problem(direction, shapes, dtypes, options)
-        return replace(problem, transposed_values=asked.transposed_values)
+        return replace(
+            problem, transposed_values=asked.transposed_values, values_in_keys=asked.values_in_keys
+        )
 
     def flops(self, direction: Direction) -> int:
         """Operations of the matrix products, summed over sequences if these differ."""
@@ -197,6 +199,7 @@ def problem_document(problem: Problem) -> dict[str, Any]:
         "causal": problem.hides_later_keys,
         "window": list(problem.features.window),
         "transposed_values": problem.transposed_values,
+        "values_in_keys": problem.values_in_keys,
     }
 
 
@@ -218,9 +221,11 @@ def place(on_gpu: bool) -> str:
 
 
 def to_gpu(host: Arrays) -> Arrays:
-    """The arrays as CuPy arrays."""
+    """The arrays as CuPy arrays; values in keys remain in them."""
+    in_keys = arrays.values_in_keys(host["k"], host["v"])
     with library_errors():
-        return {name: _moved(array) for name, array in host.items()}
+        moved = {name: _moved(array) for name, array in host.items() if not (in_keys and name == "v")}
+        return moved | {"v": moved["k"][..., : host["v"].shape[-1]]} if in_keys else moved
 
 
 def _moved(array: Any) -> Any:

@@ -11,6 +11,7 @@ from cufa.cli import main
 WIDTH = 80
 SMALL = ("--batch", "1", "--seqlen", "40", "--heads", "2", "--head-dim", "8")
 HEADS = ("--batch", 2, "--seqlen-q", 33, "--seqlen-k", 47, "--heads", 4, "--kv-heads", 2, "--head-dim", 8)
+LATENT = ("--heads", 4, "--kv-heads", 1, "--head-dim", 24, "--value-dim", 16, "--values-in-keys")
 # Options for features, what their names are, and which gradients there are beside those of q, k and v.
 ON_EACH = [
     (("--window", "5,3"), ["window"], []),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from command_line import WIDTH, corrupt, refused, run, run_json
+from command_line import LATENT, WIDTH, corrupt, refused, run, run_json
 
 import cufa
 from cufa.cli import bench, generated
@@ -121,6 +121,17 @@ def test_bench_tells_all_that_was_asked_for():
     transposed = ("--dtype", FLOAT8, "--transposed-values")
     assert run_json(*arguments, *transposed)["points"][0]["transposed_values"]
     assert "values transposed" in " ".join(run(*arguments, *transposed).stdout.split())
+
+
+def test_bench_of_values_in_keys():
+    arguments = ("bench", "--seqlens", 32, "--batch", 1, *LATENT, "--repeats", 1)
+    points = run_json(*arguments)["points"]
+    keys, others = 24 * 32 * 4, (4 * 24 + 4 * 16) * 32 * 4 + 4 * 32 * 4  # q and out, lse
+    gradients = (4 * 24 + 24 + 16 + 4 * 16) * 32 * 4  # and dout
+    for point, moved in zip(points, (keys + others, keys + others + gradients), strict=True):
+        assert point["values_in_keys"]
+        assert point["gigabytes_per_second"] * 1e9 * point["seconds"] == pytest.approx(moved)
+    assert "head dim 24/16, values in keys" in " ".join(run(*arguments).stdout.split())
 
 
 def test_a_causal_window_is_told_with_its_sizes():

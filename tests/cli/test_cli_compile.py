@@ -302,6 +302,29 @@ def test_compile_for_transposed_values():
 
 
 @nvrtc
+@pytest.mark.parametrize("dtypes", [(), ("--kv-dtype", "float8_e4m3fn")], ids=" ".join)
+def test_compile_for_values_in_keys(monkeypatch, tmp_path, dtypes):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "_builds", {})
+    dims = ("--head-dim", 576, "--value-dim", 512)
+    asked = ("compile", "fwd_8_split_kv", "fwd_10_wgmma_wide", "--arch", "sm_90a", "--dtype", "bfloat16")
+    result = run("-v", *asked, *dims, *dtypes, "--values-in-keys", "--json")
+    assert result.stderr.count("-DVALUES_IN_KEYS=1 ") == 2
+    assert all(row["values_in_keys"] and row["entries"] for row in json.loads(result.stdout))
+    table = run(*asked, *dims, *dtypes, "--values-in-keys").stdout
+    assert "head dim 576/512, values in keys" in " ".join(table.split())
+
+
+def test_compile_refuses_values_that_lie_in_no_keys():
+    asked = ("compile", "fwd_4_flash_v2", *TINY, "--values-in-keys")
+    assert "--value-dim 17 is more than --head-dim 16" in refused(*asked, "--value-dim", 17)
+    assert "give one of them" in refused(*asked, "--transposed-values")
+    assert "--values-in-keys is of products with keys and values, and merge has none" in refused(
+        "compile", "merge", *TINY, "--values-in-keys"
+    )
+
+
+@nvrtc
 def test_each_kernel_is_announced_on_stderr(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "_builds", {})
     arguments = ("compile", "fwd_1_naive", "fwd_2_online_softmax", *TINY)

@@ -193,7 +193,7 @@ def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
     assert "keys in pages have no gradients" in refused(*asked, "--backward")
     np.save(tmp_path / "x.npy", draw(0, 2, 3, 2, 8))
     files = [word for name in "qkv" for word in (f"--{name}", tmp_path / "x.npy")]
-    for option in (("--page-size", 7), ("--transposed-values",)):
+    for option in (("--page-size", 7), ("--transposed-values",), ("--values-in-keys",)):
         assert f"{option[0]} is of generated arrays" in refused("run", *files, *option)
 
 
@@ -349,7 +349,7 @@ def test_features_that_make_no_sense_are_refused(arguments, message):
     [
         FeatureOptions(),
         FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True, descale=True),
-        FeatureOptions(kv_dtype="float8_e4m3fn"),
+        FeatureOptions(kv_dtype="float8_e4m3fn", values_in_keys=True),
         FeatureOptions(
             causal=True, sink=True, dropout=0.25, dropout_seed=7, bias="random", mask="random-bits"
         ),

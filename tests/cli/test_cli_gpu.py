@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from command_line import HEADS, ON_EACH, WIDTH, run, run_json
+from command_line import HEADS, LATENT, ON_EACH, WIDTH, run, run_json
 
 from cufa import device
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES
+from cufa.problem import DTYPES, FLOAT8
 
 
 @pytest.mark.gpu
@@ -31,6 +31,18 @@ def test_features_on_the_gpu(dtype, options):
     document = run_json("run", *HEADS, *options, "--dtype", dtype)
     assert document["backend"] == "cuda"
     assert document["check"]["ok"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--page-size", 16), ("--kv-dtype", FLOAT8, "--descale")])
+def test_values_in_keys_on_the_gpu(options):
+    if FLOAT8 in options and device.current().arch.capability < (8, 9):
+        pytest.skip("8 bits need sm_89 or newer")
+    of_kernel = ("--kernel", "fwd_8_split_kv", "--no-backward")
+    document = run_json("run", *LATENT, *options, "--dtype", "bfloat16", *of_kernel)
+    assert document["check"]["ok"]
+    (step,) = document["steps"]
+    assert "values are the beginnings of keys, which alone are read" in step["plan"]["reasons"]
 
 
 @pytest.mark.gpu

@@ -8,9 +8,10 @@ import zipfile
 
 import numpy as np
 import pytest
-from command_line import SMALL, WIDTH, corrupt, draw, refused, run, run_json
+from command_line import LATENT, SMALL, WIDTH, corrupt, draw, refused, run, run_json
 
 import cufa
+from cufa import arrays
 from cufa.cli import check, generated
 from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_AXIS
 
@@ -140,6 +141,48 @@ def test_transposed_values(layout):
     explained = run(*asked, "--head-dim", 64, "--seqlen", 64, "--arch", "sm_90a", "--explain").stdout
     assert "values transposed" in " ".join(explained.split())
     assert "neither packed (--varlen)" in refused(*asked, "--page-size", 16)
+
+
+@pytest.mark.parametrize("dtypes", [(), ("--kv-dtype", FLOAT8, "--descale")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--layout", "bhsd"),
+        ("--varlen", "30,0,17:40"),
+        ("--page-size", 16),
+        ("--varlen", "30,0,17:40", "--page-size", 16),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_values_in_keys(monkeypatch, options, dtypes):
+    attention = cufa.attention
+
+    def of_values_in_keys(q, k, v, **others):
+        assert arrays.values_in_keys(k, v)
+        return attention(q, k, v, **others)
+
+    asked = ("run", *LATENT, *options, "--dtype", "bfloat16", *dtypes)
+    plans = run_json(*asked, "--no-backward", "--explain", "--arch", "sm_90a", "--kernel", "fwd_8_split_kv")
+    assert "values are the beginnings of keys, which alone are read" in plans["forward"]["reasons"]
+    monkeypatch.setattr(cufa, "attention", of_values_in_keys)
+    document = run_json(*asked)
+    assert document["check"]["ok"]
+    assert all(step["problem"]["values_in_keys"] for step in document["steps"])
+    has_gradients = not dtypes and "--page-size" not in options
+    assert [step["direction"] for step in document["steps"]] == ["forward", "backward"][: 1 + has_gradients]
+    assert "head dim 24/16, values in keys" in " ".join(run(*asked).stdout.split())
+
+
+def test_values_that_lie_in_no_keys_are_refused():
+    for command in ("run", "bench"):
+        assert refused(command, *LATENT, "--value-dim", 25).endswith(
+            "are the first columns of keys, and --value-dim 25 is more than --head-dim 24"
+        )
+        transposed = ("--dtype", FLOAT8, "--transposed-values")
+        assert "--transposed-values and --values-in-keys: give one of them" in refused(
+            command, *LATENT, *transposed
+        )
 
 
 @pytest.mark.parametrize("scores", [2**22, 1500])  # all of them, and a sample that has the first rows

@@ -22,6 +22,13 @@ def random_descales(
     return {name: rng.uniform(0.5, 2, (batch, kv_heads)).astype(np.float32) for name in names}
 
 
+def descales_of(rng: np.random.Generator, case: Case, names: Collection[str] = DESCALES) -> dict[str, Array]:
+    """Random ones for the sequences and KV heads of a case."""
+    offsets = case.arrays.get("cu_seqlens_q")
+    sequences = len(case.problem.q) if offsets is None else len(offsets) - 1
+    return random_descales(rng, sequences, case.problem.k.shape[-2], names)
+
+
 def with_keys_in_8_bits(rng: np.random.Generator, case: Case) -> Case:
     """The case of 16 bits with keys and values in 8, and rows of queries of many magnitudes."""
     q, k, v = case.problem.q, case.problem.k, case.problem.v

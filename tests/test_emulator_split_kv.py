@@ -7,7 +7,7 @@ import pytest
 from emulator import EmulatorError, calls
 from emulator_checks import check_forward
 from feature_cases import SIZES, draw_case, hide_nan
-from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
+from float8 import DESCALES, assert_float8, descales_of, with_keys_in_8_bits
 from test_emulator import planted
 
 from cufa.problem import FLOAT8
@@ -140,7 +140,7 @@ def test_wide_heads(rng, dims, dtype):
     case = draw_case(rng, dtype, ("causal", "seqused_k"), seqlen_q=2, seqlen_k=90, **sizes)
     case = replace(case, problem=replace(case.problem, v=case.problem.k[..., : dims[1]]))
     if dtype == FLOAT8:
-        descales = random_descales(rng, 2, 1, DESCALES)
+        descales = descales_of(rng, case)
         problem = case.problem
         options = {"kernel": KERNEL, "out_dtype": np.float16, **case.emulator_forward, **descales}
         out, lse = calls.attention(*(problem.q, problem.k, problem.v), **options)
@@ -192,8 +192,7 @@ def test_8_bits(rng, dtype, features, tiles, dims):
     if dtype != FLOAT8:
         case, names = with_keys_in_8_bits(rng, case), DESCALES[1:]
     hide_nan(case)
-    sequences = len(case.arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in case.arrays else len(case.problem.q)
-    descales = random_descales(rng, sequences, HEADS["kv_heads"], names)
+    descales = descales_of(rng, case, names)
     options = {"kernel": KERNEL, "tiles": tiles | {"block_n": 32}}
     if dtype == FLOAT8:
         options["out_dtype"] = np.float16

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, calls
 from emulator_checks import check_forward
-from feature_cases import draw_case
+from feature_cases import draw_case, hide_nan
+from float8 import DESCALES, assert_float8, descales_of, with_keys_in_8_bits
 from test_emulator import planted
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
@@ -81,6 +82,37 @@ def test_values_that_are_the_beginnings_of_keys(rng, tiles, features):
         check(with_views, tiles)
         k.reshape(-1, dims[0])[:: k.size // dims[0] // 3, [0, -1]] = np.nan
         check(with_views, tiles)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "features", "tiles"),
+    [
+        ((576, 512), "bfloat16", (), {"block_n": 64, "stages": 2}),
+        ((576, 512), "bfloat16", ("causal", "seqused_k"), {"block_n": 32, "stages": 3}),
+        ((576, 512), "float16", ("causal", "softcap", "block_table"), {"block_n": 64, "stages": 2}),
+        ((272, 256), "float16", ("window", "packed"), {"block_n": 32}),
+        ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "parts": 3}),
+    ],
+)
+def test_latents_in_8_bits(rng, dims, dtype, features, tiles):
+    """Beside queries in 16; also a NaN that some rows see."""
+    for seqlen_q, seqlen_k in [(70, 200), (5, 31), (3, 0)]:
+        case = draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
+        case = with_keys_in_8_bits(rng, case)
+        hide_nan(case)
+        k = case.problem.k
+        problem = replace(case.problem, v=k[..., : dims[1]])
+        descales = descales_of(rng, case, DESCALES[1:])
+        for bad in (False, True):
+            if bad:
+                k.reshape(-1, dims[0])[:: max(k.size // dims[0] // 3, 1), [0, -1]] = np.nan
+            with np.errstate(invalid="ignore"):
+                out, lse = calls.attention(
+                    *(problem.q, problem.k, problem.v),
+                    **(case.emulator_forward | descales),
+                    **{"kernel": KERNEL, "tiles": tiles, "device": SMALL_DEVICE},
+                )
+                assert_float8(out, lse, problem, descales, **case.forward)
 
 
 @pytest.mark.parametrize(("parts", "sets"), [(2, [("seqused_k",), ("causal",)]), (5, [(), ("causal",)])])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
-from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
+from float8 import DESCALES, assert_float8, descales_of, random_descales, with_keys_in_8_bits
 from gpu_calls import captured, check_forward, on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
@@ -160,10 +160,7 @@ def test_8_bits(cupy, rng, dtype, place):
     case = draw(rng, shape, features, dtype)
     if dtype != FLOAT8:
         case, names = with_keys_in_8_bits(rng, case), DESCALES[1:]
-    problem, sequences = case.problem, len(case.problem.q)
-    if "packed" in features:
-        sequences = len(case.arrays["cu_seqlens_q"]) - 1
-    descales = random_descales(rng, sequences, shape[3], names)
+    problem, descales = case.problem, descales_of(rng, case, names)
     side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
     arrays = on_gpu_in_8_bits(cupy, problem)
     for tiles in (None, {"splits": 5}, {"shares": 37}):

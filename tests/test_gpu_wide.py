@@ -5,10 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from feature_cases import HOPPER_PAGE_SIZES, draw_case, hide_nan, in_pages
-from gpu_calls import check_forward, on_gpu, skip_unless_it_runs_here, tensors
+from float8 import DESCALES, assert_float8, descales_of, with_keys_in_8_bits
+from gpu_calls import check_forward, on_gpu, results_of, skip_unless_it_runs_here, tensors, written
 from tolerance import assert_attention, assert_gradients
 
 import cufa
+from cufa.arrays import as_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +69,44 @@ def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
         out, lse = cufa.attention(q, k, v, **options, return_lse=True, kernel=KERNEL)
         with np.errstate(invalid="ignore"):
             assert_attention(out.get(), lse.get(), case.problem, **case.forward)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "lengths", "features", "parts"),
+    [
+        ("bfloat16", 128, (1, 3000), (), 3),
+        ("bfloat16", 128, (3, 700), ("causal", "seqused_k"), 1),
+        ("float16", 6, (300, 900), ("causal", "packed"), 1),
+        ("float16", 6, (500, 1300), ("window", "softcap"), 1),
+        ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), 5),
+    ],
+)
+def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, parts):
+    """By the rule, and without descales to the last bit as the same keys in 16 bits, in every repeat."""
+    sizes = {"heads": heads, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
+    of_lengths = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "page_sizes": HOPPER_PAGE_SIZES}
+    case = with_keys_in_8_bits(rng, draw_case(rng, dtype, features, **sizes, **of_lengths))
+    hide_nan(case)
+    problem = replace(case.problem, v=case.problem.k[..., :512])
+    q, k = cupy.asarray(problem.q), cupy.asarray(as_bytes(problem.k)).view(problem.k.dtype)
+    options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": {"parts": parts}}
+
+    def attend(keys, **descales):
+        out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+        cufa.attention(q, keys, keys[..., :512], **options, **descales, out=out, lse=lse)
+        return out, lse
+
+    expected = attend(cupy.asarray(problem.k.astype(problem.q.dtype)))
+    same = cupy.ones((), bool)
+    for _ in range(100):
+        for one, other in zip(attend(k), expected, strict=True):
+            same &= (one.view("u2") == other.view("u2")).all()
+    assert same
+
+    descales = descales_of(rng, case, DESCALES[1:])
+    out, lse = written(case, *attend(k, **on_gpu(cupy, descales)))
+    with np.errstate(invalid="ignore"):
+        assert_float8(out, lse, problem, descales, **case.forward)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.rungs import PRICES
-from cufa.problem import HEADS_OF_TILE, Features, Problem
+from cufa.problem import FLOAT8, HEADS_OF_TILE, Features, Problem
 from cufa.tensor_layout import layout_of, with_queries_as_heads
 
 H200 = Device.of("sm_90a")
 NAME = "fwd_10_wgmma_wide"
 # Multi-head latent attention, whose values are the beginnings of keys.
 LATENT = Problem("forward", "bfloat16", 32, 1, 8192, 128, 1, 576, 512, values_in_keys=True)
+LATENT_8_BITS = replace(LATENT, kv_dtype=FLOAT8)
 FEATURES = {
     "nothing": Features(),
     "window": Features(window=(100, 0)),
@@ -63,6 +64,14 @@ def test_no_spill_of_latent_attention(features, parts):
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("features", ["nothing", "window", "softcap and alibi", "packed", "pages"])
+def test_no_spill_of_latents_in_8_bits(features, dtype):
+    call = replace(LATENT_8_BITS, dtype=dtype, features=FEATURES[features])
+    assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 257), (264, 8), (8, 264), (576, 512), (384, 448)])
 def test_any_dims_fit(head_dim, value_dim, features):
@@ -85,6 +94,11 @@ def test_any_dims_fit(head_dim, value_dim, features):
         (replace(LATENT, batch=2), "fwd_8_split_kv"),
         (replace(LATENT, batch=4), NAME),
         (replace(LATENT, batch=1), "fwd_8_split_kv"),
+        (LATENT_8_BITS, NAME),
+        (replace(LATENT_8_BITS, heads=16), "fwd_8_split_kv"),
+        (replace(LATENT_8_BITS, batch=1), "fwd_8_split_kv"),
+        (replace(LATENT_8_BITS, seqlen_q=4096, heads=8, causal=True), NAME),
+        (replace(LATENT_8_BITS, values_in_keys=False), "fwd_8_split_kv"),
     ],
 )
 def test_which_calls_it_gets(call, kernel):
@@ -111,6 +125,26 @@ def test_tiles_that_it_cannot_have():
     ]:
         with pytest.raises(ValueError, match=message):
             make_plan(problem(512), H200, NAME, tiles)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"values_in_keys": False}, "only if v is the first columns of k"),
+        ({"head_dim": 568}, "multiple of 16, not 568"),
+        ({"features": Features(dropout=True)}, "only without dropout_p"),
+        ({"features": Features(mask=(1, 1, 1, 8192))}, "does not support mask"),
+    ],
+)
+def test_latents_in_8_bits_that_it_does_not_support(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_plan(replace(LATENT_8_BITS, **change), H200, NAME)
+
+
+def test_tiles_of_latents_in_8_bits():
+    assert make_plan(LATENT_8_BITS, H200).tiles["block_n"] == 64
+    with pytest.raises(ValueError, match="block_n must be a multiple of 32 with keys in float8_e4m3fn"):
+        make_plan(LATENT_8_BITS, H200, NAME, {"block_n": 48})
 
 
 # ---- heads as queries ----

@@ -44,6 +44,8 @@ _PAIR_KEYS, _LEAST_IN_PAIRS, _PADDED_IN_PAIRS = 128, 65, 128
 _NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 512
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
+# Columns of a key in 8 bits that a lane loads at once.
+_WIDENED_COLS = 16
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
@@ -184,6 +186,28 @@ class HopperKernel(Kernel):
         if reason is None and problem.features.key_mask and problem.features.deterministic:
             return f"{self.name} does not support deterministic with mask or mask_mod"
         return reason
+
+
+@dataclass(frozen=True)
+class WideHopperForward(HopperKernel):
+    """One that may widen keys in 8 bits to Q's 16, if they are also the values."""
+
+    mixes_dtypes: bool = True
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsupported`."""
+        reason = super().unsupported(problem, device)
+        if reason is not None or problem.kv_dtype is None:
+            return reason
+        beside = f"{self.name} supports k and v in {problem.kv_dtype} beside q in {problem.dtype}"
+        if not problem.values_in_keys:
+            return f"{beside} only if v is the first columns of k"
+        if problem.head_dim % _WIDENED_COLS:
+            return (
+                f"{beside} only with a head dim that is a multiple of {_WIDENED_COLS}, not {problem.head_dim}"
+            )
+        unwidened = [name for name in problem.features.names if name in ("bias", "dropout_p", "score_mod")]
+        return f"{beside} only without {', '.join(unwidened)}" if unwidened else None
 
 
 @dataclass(frozen=True)
@@ -464,7 +488,7 @@ _LADDER = (
         max_value_dim=256,
         features=_FEATURES,
     ),
-    HopperKernel(
+    WideHopperForward(
         name="fwd_10_wgmma_wide",
         direction="forward",
         entries=("clear_counts", "fwd_10_wgmma_wide"),

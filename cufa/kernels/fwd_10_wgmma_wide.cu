@@ -6,13 +6,15 @@
 // scores and weights while the tensor cores are busy with products of the other, and hands the
 // weights over through shared memory (as in FlashMLA, Li and Liu 2025). Where rows of V are the
 // beginnings of those of K, only K is copied. If a few queries have many heads with the same keys,
-// the host says that heads are queries, and queries are heads (kQueriesAsHeads).
+// the host says that heads are queries, and queries are heads (kQueriesAsHeads). Keys that are also
+// the values may be in 8 bits, and are widened to the type of Q on their way (widened_keys.cuh).
 //
 // Launches: clear_counts, if keys are split; fwd_10_wgmma_wide
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
-//          V in pages: (pages, page_size, kv_heads, dim)
+//          V in pages: (pages, page_size, kv_heads, dim); in 8 bits, k_descale and v_descale
+//          (batch, kv_heads): the factors of K and V
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: half of their columns
 //          of O, and the weights of every other tile of keys
 // Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
@@ -22,8 +24,10 @@
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
+#include "call/descales.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
 #include "hopper/forward/wgmma_wide_forward.cuh"
+#include "hopper/forward/widened_keys.cuh"
 
 template <bool InKeys>
 struct ValuesApart {
@@ -60,14 +64,25 @@ struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
 static_assert(kQueryStages == 1, "there is room for one tile of queries");
 
 struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
-    const Scale call_scale;
+    Scale current_scale;
+    HeadScales descaled;  // of the current tile, if keys are in 8 bits
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.scale_log2) {}
+        : InspectedConsumer(smem, params, warpgroup), current_scale(params.call.scale_log2) {}
 
-    __device__ Scale scale() const { return call_scale; }
-    __device__ float softmax_scale() const { return params.call.softmax_scale; }
-    __device__ float output_scale() const { return kept_scale(params.call.features); }
+    __device__ void begin(const WorkTile& work) {
+        if constexpr (kWidensKeys) {
+            descaled = {params.call, work.batch, work.kv_head};
+            current_scale = Scale(descaled.scores_log2());
+        }
+    }
+    __device__ Scale scale() const { return current_scale; }
+    __device__ float softmax_scale() const {
+        return kWidensKeys ? descaled.scores : params.call.softmax_scale;
+    }
+    __device__ float output_scale() const {
+        return kWidensKeys ? descaled.output : kept_scale(params.call.features);
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -80,10 +95,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
         prefetch_maps(params);
-        constexpr int kReaders = kConsumers * kWarps + kInspectors;
+        constexpr int kComputing = kConsumers * kWarps, kReaders = kComputing + kInspectors;
         if (!kValuesInKeys) smem.k_ring.init(kWarps);  // of the warpgroup whose turn it is
-        value_ring(smem).init(kReaders);
-        smem.q_ring[0].init(kReaders);
+        if constexpr (kWidensKeys) {
+            smem.k_ring.init(kComputing, kWarps);
+            smem.q_ring[0].init(kComputing + kWarps);
+        } else {
+            value_ring(smem).init(kReaders);
+            smem.q_ring[0].init(kReaders);
+        }
         smem.helpers.init();
         ptx::barrier_init_fence();
     }
@@ -93,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
+        if constexpr (kWidensKeys) return produce_widened(smem, params);
         const int inspector = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
         if (threadIdx.x < kProducers) produce(smem, params);
         if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);

@@ -104,10 +104,7 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     __device__ void begin(const WorkTile& work) {
         scales = {params.call, work.batch, work.kv_head};
     }
-    __device__ Scale scale() const {
-        const float scale_log2 = scales.scores * float(kLog2E);
-        return Scale(scale_log2 == 0 ? kSmallestScale : scale_log2);  // a descale may be 0
-    }
+    __device__ Scale scale() const { return Scale(scales.scores_log2()); }
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }
 

@@ -135,8 +135,9 @@ def _edges(problem: Problem) -> int:
 
 def memory_time(problem: Problem, device: Device) -> float:
     """The least time in nanoseconds to read Q, K and V and to write O."""
-    rows = problem.heads * problem.seqlen_q + problem.kv_heads * problem.seqlen_k
-    row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize
-    read_once = problem.kv_heads * problem.seqlen_k * problem.value_dim * problem.itemsize
-    in_all = rows * row_bytes - read_once * problem.values_in_keys
+    key_cols = problem.head_dim + (0 if problem.values_in_keys else problem.value_dim)
+    in_all = (
+        problem.heads * problem.seqlen_q * (problem.head_dim + problem.value_dim) * problem.itemsize
+        + problem.kv_heads * problem.seqlen_k * key_cols * problem.key_itemsize
+    )
     return problem.tensor_batch * in_all / (BYTES_PER_NS * device.sm_count)

@@ -35,6 +35,8 @@ WORD_BITS = 32
 # The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
+# The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
+BESIDE_WIDENING = 200
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
@@ -168,6 +170,8 @@ def _most_consumer_registers(problem: Problem) -> int:
     features = problem.features
     if features.least_queries:
         return BESIDE_SEARCH
+    if problem.kv_dtype is not None:
+        return BESIDE_WIDENING
     # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
     # needs all registers that consumers can get.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM

@@ -39,11 +39,15 @@ from cufa.rounding import ceil_div, round_up
 # Keys of a tile, the most first, and the stages that copies need to be ahead, and the most that help.
 BLOCK_NS = (64, 48, 32, 16)
 LEAST_STAGES, MOST_STAGES = 2, 4
+# Keys in 8 bits are widened by four warps, each of which writes whole swizzled units of 8 rows.
+WIDENED_AT_ONCE = 32
 # The most columns of the output that a warpgroup stores at once, in the place of the queries.
 MOST_STORE_COLS = 128
 # Nanoseconds of an SM of an H200 per score and dim of its two products, and per tile of queries. Small tiles
 # of keys, and those with so few stages that no copy is ahead of the products, take longer.
 OF_DIM, OF_DIM_IN_FEW_KEYS, OF_TILE = 0.00039, 0.00044, 5300
+# The same where keys are widened, from float8_e4m3fn to the dtype of Q.
+OF_WIDENED_DIM = {"float16": 0.00046, "bfloat16": 0.0005}
 FEW_KEYS = 32
 SUM_BYTES = 4
 
@@ -84,6 +88,10 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     best, _ = _fastest_tiles(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))
     sizes = chosen.tiles
+    if not _can_be_brought(problem, sizes.block_n):
+        raise ValueError(
+            f"tiles {sizes}: block_n must be a multiple of {WIDENED_AT_ONCE} with keys in {problem.key_dtype}"
+        )
     own_cols = sizes.own_cols(problem.value_dim)
     if own_cols % sizes.store_cols:
         raise ValueError(
@@ -119,7 +127,10 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     tiles = _largest(problem.kind, device)
     pressed = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
     value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
-    of_score = (problem.head_dim + value_cols) * (OF_DIM_IN_FEW_KEYS if pressed else OF_DIM)
+    of_dim = OF_DIM_IN_FEW_KEYS if pressed else OF_DIM
+    if problem.kv_dtype is not None:
+        of_dim = OF_WIDENED_DIM[problem.dtype]
+    of_score = (problem.head_dim + value_cols) * of_dim
     paces = {tiles: Pace(of_score, OF_TILE)}
     return fastest_in_parts(problem, device, paces, lambda *_: True)
 
@@ -128,13 +139,19 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
 def _largest(kind: Problem, device: Device) -> WideTiles:
     """The largest tiles of keys that fit, and then the most stages."""
     stages = range(MOST_STAGES, LEAST_STAGES - 1, -1)
-    candidates = (WideTiles(WGMMA_M, *sizes, 1, PANEL_COLS) for sizes in itertools.product(BLOCK_NS, stages))
+    block_ns = [keys for keys in BLOCK_NS if _can_be_brought(kind, keys)]
+    candidates = (WideTiles(WGMMA_M, *sizes, 1, PANEL_COLS) for sizes in itertools.product(block_ns, stages))
     tiles = next(
         tiles for tiles in candidates if _smem_bytes(kind, tiles, output_apart=False) <= device.smem_per_block
     )
     if _has_output_apart(kind, device, tiles):
         return tiles
     return replace(tiles, store_cols=math.gcd(tiles.own_cols(kind.value_dim), MOST_STORE_COLS))
+
+
+def _can_be_brought(problem: Problem, block_n: int) -> bool:
+    """Whether tiles may have so many keys: the copy engine brings any number."""
+    return problem.kv_dtype is None or block_n % WIDENED_AT_ONCE == 0
 
 
 def _cost(device: Device, problem: Problem, tiles: Tiles) -> Cost:

@@ -1,6 +1,7 @@
 // The factors of 8-bit arrays, one per batch and KV head.
 #pragma once
 
+#include "call/numbers.cuh"
 #include "call/params.cuh"
 
 // One such factor; 1 if the call has none for that array.
@@ -20,4 +21,10 @@ struct HeadScales {
                  descale_of(params, params.features.q_descale, batch, kv_head) *
                  descale_of(params, params.features.k_descale, batch, kv_head)),
           output(descale_of(params, params.features.v_descale, batch, kv_head)) {}
+
+    // The factor of scores in log 2, but never 0, which a descale may be.
+    __device__ float scores_log2() const {
+        const float scale_log2 = scores * float(kLog2E);
+        return scale_log2 == 0 ? kSmallestScale : scale_log2;
+    }
 };

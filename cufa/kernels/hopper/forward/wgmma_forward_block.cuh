@@ -21,6 +21,9 @@ constexpr int kConsumers = kTeams * kColumnWarpgroups;
 static_assert(kColumnWarpgroups == 1 || kTeams == 1, "columns are divided only in a small block");
 // Whether rows of V are the beginnings of those of K, so that only K is copied.
 constexpr bool kValuesInKeys = VALUES_IN_KEYS;
+// Whether keys are in 8 bits and products in 16.
+constexpr bool kWidensKeys = !is_same<key_t, scalar_t>;
+static_assert(!kWidensKeys || kValuesInKeys, "values apart from the keys would be widened, too");
 // With one stage of queries, two warpgroups would wait for the next queries at the same time; of
 // three, one computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;

@@ -39,14 +39,14 @@ struct SeenWalk {
     }
 };
 
-// ---- the producer: one thread, or a warp that looks pages up ----
+// ---- the producer: one thread, or a warp that looks pages up or widens keys ----
 
-constexpr int kProducers = kPaged ? 32 : 1;
+constexpr int kProducers = kPaged || kWidensKeys ? 32 : 1;
 static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
 
 // True in the producer's one thread that starts copies.
 __device__ inline bool starts_copies() {
-    return !kPaged || ptx::elect_lane();
+    return kProducers == 1 || ptx::elect_lane();
 }
 
 template <class Smem>
@@ -71,7 +71,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
 // for the values.
 __device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile& work,
                                       const Sequence& sequence, int first_key) {
-    return {sequence.keys<const scalar_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
+    return {sequence.keys<const key_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
 }
 
 // Starts the copy of a tile of keys or values, from first_key and first_col on.

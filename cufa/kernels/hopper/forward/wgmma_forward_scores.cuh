@@ -38,12 +38,13 @@ struct ForwardScores {
                       "pairs, of one row or both");
         const Sequence sequence = work.sequence(params.call);
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
-        const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
+        const auto k = sequence.keys<const key_t>(params.call.k, work.kv_head);
         const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
         const int first_key = first_key_of_thread(tile);
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; i += kAtOnce) {
-            const scalar_t *a[kRows], *b[kKeys];
+            const scalar_t* a[kRows];
+            const key_t* b[kKeys];
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 unsigned int row = min(first_row + (i / 2 + r) % 2 * 8, end);

@@ -9,8 +9,9 @@
 // Whether a tile may have keys in memory that do not count for some rows or for all. Beyond the end
 // of the tensor, TMA fills in zeros.
 constexpr bool kCutKeys = kRangeMask || kEndsByHead || kPacked || kUsedKeys || kKeyMask;
-// Inspectors: the helpers that look for NaN and infinity in such tiles.
-constexpr int kInspectors = kCutKeys ? kHelperWarps : 0;
+// Inspectors: the helpers that look for NaN and infinity in such tiles, or all warps that widen
+// keys.
+constexpr int kInspectors = !kCutKeys ? 0 : kWidensKeys ? kWarps : kHelperWarps;
 
 // The inspectors' shared memory.
 struct Inspection {
@@ -20,6 +21,10 @@ struct Inspection {
     __device__ void init() {
         for (ptx::Barrier& barrier : done)
             ptx::barrier_init(barrier, kInspectors == 0 ? 1 : kInspectors);
+    }
+    __device__ void report(RingPosition<kStages> at, int inspector, bool what) {
+        found[at.stage][inspector] = what;
+        ptx::barrier_arrive(done[at.stage]);
     }
 };
 
@@ -35,8 +40,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
         found = __any_sync(0xffffffffu, found);
         __syncwarp();  // a vote does not order reads
         if (lane == 0) {
-            smem.helpers.found[at.stage][inspector] = found;
-            ptx::barrier_arrive(smem.helpers.done[at.stage]);
+            smem.helpers.report(at, inspector, found);
             value_ring(smem).release(at);
         }
     });

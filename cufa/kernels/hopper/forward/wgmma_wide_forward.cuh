@@ -24,6 +24,7 @@ constexpr bool kOutputApart = OUTPUT_APART;
 
 // A consumer. What each kernel does in its own way, besides what ForwardScores asks for, is in
 // `Self`, which derives from this struct:
+//   begin(work)                        begins a tile of queries
 //   output_scale()                     the factor of sums of weighted values
 //   take_out_nonfinite(o, work, tile)  called before the part of a tile that a mask cuts through
 template <class Self, class Smem>
@@ -56,6 +57,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
             Output o = {};
             RowPair softmax;
             const KeyRange keys = key_tiles_of(params.call, work);
+            self().begin(work);
             if constexpr (kAlibi) take_slope(work);
             attend_to_all(o, softmax, work, keys);
             if (kOutputApart) release(smem.q_ring[0], q_at);

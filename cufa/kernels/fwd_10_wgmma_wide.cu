@@ -85,6 +85,18 @@ struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     }
 };
 
+// What the warps that do not compute do. A template, so that only one way is compiled.
+template <class Smem>
+__device__ inline void bring(Smem& smem, const Params& params) {
+    if constexpr (kWidensKeys) {
+        produce_widened(smem, params);
+    } else {
+        const int inspector = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
+        if (threadIdx.x < kProducers) produce(smem, params);
+        if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     clear_counts(const __grid_constant__ Params params) {
     clear_counts_of_parts<kOwnCols>(params);
@@ -113,10 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if constexpr (kWidensKeys) return produce_widened(smem, params);
-        const int inspector = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
-        if (threadIdx.x < kProducers) produce(smem, params);
-        if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
+        bring(smem, params);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         Consumer(smem, params, warpgroup - kFirstConsumer).consume();

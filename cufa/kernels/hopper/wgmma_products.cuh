@@ -86,6 +86,14 @@ __device__ constexpr unsigned int rows_step(int row) {
     return row * RowBytes / kOperandUnit;
 }
 
+// sums[place] += value. A register cannot be named at run time, so each sum is asked whether it is
+// the one.
+template <int Count>
+__device__ inline void add_at(float (&sums)[Count], int place, float value) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) sums[i] = i == place ? sums[i] + value : sums[i];
+}
+
 template <int Count>
 __device__ inline void hold_all(float (&values)[Count]) {
 #pragma unroll

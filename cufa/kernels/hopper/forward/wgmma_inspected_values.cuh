@@ -62,6 +62,26 @@ struct InspectedConsumer : Base {
 
     static constexpr int kSums = sizeof(Output) / sizeof(float);
 
+    // Adds the NaN and infinity of a key to the sums of one of a thread's rows.
+    template <class Values>
+    __device__ static void add_nonfinite(Output& o, Values& values, int key, int half) {
+        if constexpr (kColumnWarpgroups > 1) {  // so many sums at once would take long to compile
+#pragma unroll 1
+            for (int i = 0; i < kSums / 2; ++i) {
+                const scalar_t value = *values.at(key, i / 2 * 8 + col_of_thread() + i % 2);
+                if (!is_finite(value)) add_at(o, i / 2 * 4 + 2 * half + i % 2, to_acc(value));
+            }
+        } else {
+#pragma unroll
+            for (int i = 2 * half; i < kSums; i += 4)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const scalar_t value = *values.at(key, i / 4 * 8 + col_of_thread() + e);
+                    if (!is_finite(value)) o[i + e] += to_acc(value);
+                }
+        }
+    }
+
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
     // see its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of
     // the rows that see them, whatever their weight, and are zero in the product.
@@ -83,13 +103,7 @@ struct InspectedConsumer : Base {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!this->sees(mask, work, row_of(work, half), tile * kBlockN + key)) continue;
-#pragma unroll
-                for (int i = 2 * half; i < kSums; i += 4)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *own.at(key, i / 4 * 8 + col_of_thread() + e);
-                        if (!is_finite(value)) o[i + e] += to_acc(value);
-                    }
+                add_nonfinite(o, own, key, half);
             }
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kFirstConsumer * kWarpgroup);

@@ -241,6 +241,16 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
 // ---- the helpers: the warps beside the producer, or a warpgroup of their own ----
 
+// Waits for the block's next tile of queries, or for the end of its tiles.
+template <class Smem>
+__device__ inline WorkTile follow_queries(Smem& smem, RingPosition<kQueryStages>& at) {
+    smem.q_ring[0].wait_full(at);
+    const WorkTile work = smem.work.of_stage[0][at.stage];
+    __syncwarp();
+    release_and_advance(smem.q_ring[0], at);
+    return work;
+}
+
 // Calls handle(whether a mask cuts through the tile, whether it is the first for its queries, its
 // position) for each tile of values, in the order of copying, while the consumers still work on its
 // scores.
@@ -249,10 +259,7 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;
     for (;;) {
-        smem.q_ring[0].wait_full(q_at);
-        const WorkTile work = smem.work.of_stage[0][q_at.stage];
-        __syncwarp();
-        release_and_advance(smem.q_ring[0], q_at);
+        const WorkTile work = follow_queries(smem, q_at);
         if (!work.exists()) return;
 
         const KeyRange keys = key_tiles_of(params.call, work);

@@ -195,10 +195,7 @@ __device__ inline void produce_widened(Smem& smem, const Params& params) {
     RingPosition<kStages> at;
     for (;;) {
         if (warp == 0) send_queries(smem, params, sent, taken.next());
-        smem.q_ring[0].wait_full(q_at);
-        const WorkTile work = smem.work.of_stage[0][q_at.stage];
-        __syncwarp();
-        release_and_advance(smem.q_ring[0], q_at);
+        const WorkTile work = follow_queries(smem, q_at);
         if (!work.exists()) return;
 
         const KeyRange keys = key_tiles_of(params.call, work);

@@ -63,7 +63,7 @@ def _encode(
     )[box.tensor]
     if problem.transposed_values and box.tensor == _VALUES:
         rows, dim = dim, rows
-    if 0 in (problem.batch, rows, heads, dim) or address == 0:
+    if 0 in (problem.batch, rows, heads, dim, box.rows) or address == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
     batch = problem.batch
     if box.tensor in _KEYS and problem.features.page_size:  # the number of pages is not known

@@ -73,7 +73,9 @@ BIAS = -1
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A tensor map that a kernel needs: the rows and columns that one copy brings.
+    """A tensor map that a kernel is passed: the rows and columns that one copy brings.
+
+    With 0 rows, the map is empty, as the kernel copies nothing of that tensor.
 
     `tensor` is an index into the call's tensors, whose extents `Problem` has, or `BIAS`. With `paired_rows`,
     a copy brings two adjacent rows of every four.

@@ -99,7 +99,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
         )
     main = Launch("fwd_10_wgmma_wide", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
-    keys = box_keys(problem, sizes)
+    keys = 0 if problem.kv_dtype is not None else box_keys(problem, sizes)  # widened keys are not copied
     boxes = tuple(
         TensorBox(tensor, rows, PANEL_COLS) for tensor, rows in enumerate((WGMMA_M, keys, keys, WGMMA_M))
     )

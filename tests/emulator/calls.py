@@ -516,8 +516,10 @@ def _run(
 def tensor_map(tensor: Array, rows: int, cols: int, paired_rows: bool = False) -> bytes:
     """What the emulator takes for a tensor map, of an array (batch, rows, heads, columns) of which a copy
     brings so many rows and columns of one head, with `paired_rows` two neighbours of every four. Packed
-    sequences are one batch.
+    sequences are one batch. With 0 rows nothing is copied.
     """
+    if rows == 0:
+        return bytes(_TENSOR_MAP.size)
     if tensor.ndim == 3:
         tensor = tensor[None]
     batch, seqlen, heads, dim = tensor.shape

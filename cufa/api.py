@@ -134,15 +134,16 @@ def attention(
             even head dims, and none of bias, dropout_p, score_mod and mask_mod.
         k: (batch, seqlen_k, kv_heads, head_dim), dtype as q. heads must be a multiple of kv_heads; query
             head h reads KV head h // (heads // kv_heads). With q in bfloat16 or float16, k and v may both
-            be float8_e4m3fn: a key-value cache in half the memory, for few queries.
+            be float8_e4m3fn: a key-value cache in half the memory, for few queries or, on a Hopper GPU with
+            head dims over 256 and v in k, for any number.
         v: (batch, seqlen_k, kv_heads, value_dim), dtype as k; value_dim 1 to 512. It may be a view of the
             first columns of k, as in multi-head latent attention (DeepSeek-AI 2024, section 2.1) with
-            absorbed projections; for few queries, the GPU then reads them once. If q, k and v are all
-            float8_e4m3fn and there are many queries, a Hopper GPU is fastest with v stored transposed: a
-            view of a (batch, kv_heads, value_dim, seqlen_k) array in which keys are adjacent and the other
-            strides are multiples of 16, with head dims that are multiples of 16 and a multiple of 4 keys,
-            neither packed nor in pages. Do not store v transposed for few queries, as in decoding, or on
-            another GPU.
+            absorbed projections; for few queries, or on a Hopper GPU with head dims over 256, they are then
+            read once. If q, k and v are all float8_e4m3fn and there are many queries, a Hopper GPU is
+            fastest with v stored transposed: a view of a (batch, kv_heads, value_dim, seqlen_k) array in
+            which keys are adjacent and the other strides are multiples of 16, with head dims that are
+            multiples of 16 and a multiple of 4 keys, neither packed nor in pages. Do not store v transposed
+            for few queries, as in decoding, or on another GPU.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 for all
             on that side. With `causal`, right is 0.

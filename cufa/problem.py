@@ -269,8 +269,9 @@ class Problem:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of the shortest rows of Q and K, and of V and O; a transposed V does not count."""
-        of_values = self.output.itemsize if self.transposed_values else self.key_itemsize
+        """Bytes of the shortest rows of Q and K, and of V, unless it is transposed or in K, and O."""
+        has_no_rows = self.transposed_values or self.values_in_keys
+        of_values = self.output.itemsize if has_no_rows else self.key_itemsize
         return self.head_dim * self.key_itemsize, self.value_dim * of_values
 
     @property

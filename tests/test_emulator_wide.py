@@ -84,35 +84,60 @@ def test_values_that_are_the_beginnings_of_keys(rng, tiles, features):
         check(with_views, tiles)
 
 
+LATENTS = {"heads": 2, "kv_heads": 1, "head_dim": 272, "head_dim_v": 256}
+
+
+def of_latents(rng, dtype, features, **sizes):
+    """A case of queries in 16 bits beside latents in 8."""
+    case = with_keys_in_8_bits(rng, draw_case(rng, dtype, features, **(LATENTS | sizes)))
+    hide_nan(case)
+    return replace(case, problem=replace(case.problem, v=case.problem.k[..., : case.problem.v.shape[-1]]))
+
+
+def check_latents(case, descales, tiles=None, **options):
+    problem = case.problem
+    options |= {"kernel": KERNEL, "tiles": tiles, "device": SMALL_DEVICE}
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            *(problem.q, problem.k, problem.v), **(case.emulator_forward | descales | options)
+        )
+        assert_float8(out, lse, problem, descales, **case.forward)
+
+
 @pytest.mark.parametrize(
     ("dims", "dtype", "features", "tiles"),
     [
         ((576, 512), "bfloat16", (), {"block_n": 64, "stages": 2}),
         ((576, 512), "bfloat16", ("causal", "seqused_k"), {"block_n": 32, "stages": 3}),
         ((576, 512), "float16", ("causal", "softcap", "block_table"), {"block_n": 64, "stages": 2}),
-        ((272, 256), "float16", ("window", "packed"), {"block_n": 32}),
+        ((272, 264), "float16", ("window", "packed"), {"block_n": 32}),
         ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "parts": 3}),
     ],
 )
 def test_latents_in_8_bits(rng, dims, dtype, features, tiles):
-    """Beside queries in 16; also a NaN that some rows see."""
+    """Also with a NaN that some rows see."""
     for seqlen_q, seqlen_k in [(70, 200), (5, 31), (3, 0)]:
-        case = draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
-        case = with_keys_in_8_bits(rng, case)
-        hide_nan(case)
-        k = case.problem.k
-        problem = replace(case.problem, v=k[..., : dims[1]])
+        case = of_latents(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
         descales = descales_of(rng, case, DESCALES[1:])
-        for bad in (False, True):
-            if bad:
-                k.reshape(-1, dims[0])[:: max(k.size // dims[0] // 3, 1), [0, -1]] = np.nan
-            with np.errstate(invalid="ignore"):
-                out, lse = calls.attention(
-                    *(problem.q, problem.k, problem.v),
-                    **(case.emulator_forward | descales),
-                    **{"kernel": KERNEL, "tiles": tiles, "device": SMALL_DEVICE},
-                )
-                assert_float8(out, lse, problem, descales, **case.forward)
+        check_latents(case, descales, tiles)
+        k = case.problem.k
+        k.reshape(-1, dims[0])[:: max(k.size // dims[0] // 3, 1), [0, -1]] = np.nan
+        check_latents(case, descales, tiles)
+
+
+def test_descales_of_latents(rng):
+    """Of each KV head, also 0, negative and tiny ones."""
+    case = of_latents(rng, "bfloat16", ("causal",), seqlen_q=40, seqlen_k=70, batch=2, heads=4, kv_heads=2)
+    numbers = np.array([[0, 1], [-0.5, 1e-38]], np.float32)
+    check_latents(case, {"k_descale": numbers, "v_descale": numbers[::-1].copy()})
+
+
+@pytest.mark.parametrize("line", ["ptx::proxy_fence();", "smem.k_ring.wait_empty(at);"])
+def test_latents_are_handed_over(rng, tmp_path, line):
+    folder = planted(tmp_path, "widened_keys.cuh", line, "")
+    case = of_latents(rng, "float16", (), seqlen_q=70, seqlen_k=500)
+    with pytest.raises(EmulatorError, match=r"race|fence|no thread has written"):
+        check_latents(case, {}, {"block_n": 32, "stages": 2}, folder=folder)
 
 
 @pytest.mark.parametrize(("parts", "sets"), [(2, [("seqused_k",), ("causal",)]), (5, [(), ("causal",)])])

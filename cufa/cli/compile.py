@@ -22,6 +22,7 @@ from cufa.cli.options import (
     MOD_OPTIONS,
     SIZE,
     KernelName,
+    check_place_of_values,
     count_option,
     json_option,
     precision_option,
@@ -78,8 +79,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
-        if given["transposed_values"] and given["values_in_keys"]:
-            raise output.Failure("--transposed-values and --values-in-keys: give one of them")
+        check_place_of_values(given["transposed_values"], given["values_in_keys"])
         of_scores, of_masks = mods_at(score_mod, mask_mod).written
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cufa.arguments import DESCALES
-from cufa.cli.options import RANDOM_BITS, FeatureOptions
+from cufa.cli.options import RANDOM_BITS, FeatureOptions, not_in_keys
 from cufa.cli.output import Failure, OutOfMemory, memory_errors, size
 from cufa.cli.workload import TENSORS, Arrays, Workload
 from cufa.messages import counted
@@ -126,10 +126,7 @@ def make_arrays(
     if features.transposed_values and problem.dtype != FLOAT8:
         raise Failure(f"--transposed-values is for {FLOAT8}, and the arrays are {problem.dtype}")
     if features.values_in_keys and problem.value_dim > problem.head_dim:
-        raise Failure(
-            f"--values-in-keys are the first columns of keys, and --value-dim {problem.value_dim} is more "
-            f"than --head-dim {problem.head_dim}"
-        )
+        raise Failure(not_in_keys(problem.head_dim, problem.value_dim))
     if features.seqused_k is not None and len(features.seqused_k) != problem.batch:
         raise Failure(
             f"--seqused-k has {counted(len(features.seqused_k), 'number')} for "
@@ -221,7 +218,7 @@ def _transposed(zeros: Any, layout: str) -> Any:
 
 
 def _with_rows(zeros: Any) -> Any:
-    """Zeros in the memory of one contiguous row: calls copy any other keys, so that no values lie in them."""
+    """Zeros whose last axis is contiguous: calls would copy others, and values no longer lie in keys."""
     return np.broadcast_to(np.zeros(zeros.shape[-1], zeros.dtype), zeros.shape)
 
 

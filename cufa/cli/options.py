@@ -305,6 +305,20 @@ def refuse_without_backward(left_out_by: str, features: FeatureOptions, **others
         raise output.Failure(f"{', '.join(given)}: only for gradients, which {left_out_by} leaves out")
 
 
+def check_place_of_values(transposed: bool, in_keys: bool) -> None:
+    """Raise Failure if values are to lie in two places."""
+    if transposed and in_keys:
+        raise output.Failure("--transposed-values and --values-in-keys: give one of them")
+
+
+def not_in_keys(head_dim: int, value_dim: int) -> str:
+    """Why values of so many dims do not lie in keys."""
+    return (
+        f"--values-in-keys are the first columns of keys, and --value-dim {value_dim} is more than "
+        f"--head-dim {head_dim}"
+    )
+
+
 def key_window(text: str) -> Window:
     """The type of --window, LEFT,RIGHT."""
     try:
@@ -427,8 +441,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 )
             if features.transposed_values and (features.varlen is not None or features.page_size):
                 raise output.Failure("--transposed-values are neither packed (--varlen) nor in --page-size")
-            if features.transposed_values and features.values_in_keys:
-                raise output.Failure("--transposed-values and --values-in-keys: give one of them")
+            check_place_of_values(features.transposed_values, features.values_in_keys)
             return command(features=features, **given)
 
         for option in reversed(options):

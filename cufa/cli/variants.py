@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cufa import CompileError, NVRTCMissingError, jit
 from cufa.cli import output
+from cufa.cli.options import not_in_keys
 from cufa.device import Arch, Device
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
@@ -168,10 +169,7 @@ def _plan(request: Request) -> Planned:
     if request.transposed_values and request.dtype != FLOAT8:
         raise ValueError(f"--transposed-values is for {FLOAT8}, and this is {request.dtype}")
     if request.values_in_keys and request.value_dim > request.head_dim:
-        raise ValueError(
-            f"--values-in-keys are the first columns of keys, and --value-dim {request.value_dim} is more "
-            f"than --head-dim {request.head_dim}"
-        )
+        raise ValueError(not_in_keys(request.head_dim, request.value_dim))
     if name in KERNELS:
         problem = request.problem(KERNELS[name].direction)
         plan = make_plan(problem, device, name, request.tiles)

@@ -442,16 +442,15 @@ def _plan(
     if lies_transposed(problem, (arrays["v"].shape, arrays["v"].strides), LAYOUTS["bshd"]):
         problem = replace(problem, transposed_values=True)
         arrays = {**arrays, "v": arrays["v"].swapaxes(1, 3)}
+    in_keys = lie_in_keys(_region(arrays["k"]), _region(arrays["v"]))
+    problem = replace(problem, values_in_keys=in_keys)
     # Outputs are contiguous: their strides are multiples of a row.
     tensors = [array for name, array in arrays.items() if name in ("q", "k", "v", "out", "dout")]
     strides = [stride for array in tensors for stride in array.strides[:-1]]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *problem.row_bytes)
     in_boxes = "bias" in arrays and lies_in_boxes(_region(arrays["bias"]))
     ascending = min(strides, default=0) >= 0
-    in_keys = lie_in_keys(_region(arrays["k"]), _region(arrays["v"]))
-    placed = replace(
-        problem, align_bytes=align_bytes, ascending=ascending, values_in_keys=in_keys, bias_boxes=in_boxes
-    )
+    placed = replace(problem, align_bytes=align_bytes, ascending=ascending, bias_boxes=in_boxes)
     return make_plan(placed, device, kernel, tiles)
 
 

@@ -23,7 +23,7 @@ static_assert(kColumnWarpgroups == 1 || kTeams == 1, "columns are divided only i
 constexpr bool kValuesInKeys = VALUES_IN_KEYS;
 // Whether keys are in 8 bits and products in 16.
 constexpr bool kWidensKeys = !is_same<key_t, scalar_t>;
-static_assert(!kWidensKeys || kValuesInKeys, "values apart from the keys would be widened, too");
+static_assert(!kWidensKeys || kValuesInKeys, "only keys are widened, so values must lie in them");
 // With one stage of queries, two warpgroups would wait for the next queries at the same time; of
 // three, one computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;

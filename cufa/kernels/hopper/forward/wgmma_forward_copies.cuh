@@ -39,7 +39,7 @@ struct SeenWalk {
     }
 };
 
-// ---- the producer: one thread, or a warp that looks pages up or widens keys ----
+// ---- the producer: one thread, or a whole warp, if it looks pages up or also widens keys ----
 
 constexpr int kProducers = kPaged || kWidensKeys ? 32 : 1;
 static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");

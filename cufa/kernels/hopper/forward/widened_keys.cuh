@@ -55,8 +55,8 @@ struct KeyPlace<true> {
     }
 };
 
-// A lane's part of a tile of keys. A warp has swizzled units of eight rows, of which four lanes
-// share one: in each panel, a lane has the columns from `first_col` on.
+// A lane's part of a tile of keys. A warp has swizzled units of eight rows, and four lanes share a
+// row: in each panel, a lane has the columns from `first_col` on.
 template <class Tile>
 class KeyWidener {
   public:
@@ -152,7 +152,7 @@ class KeyWidener {
     KeyPlace<kPaged> places[kUnits];  // of the tile that is loaded next
 };
 
-// Takes tiles of queries, as a block's one warp that does so.
+// Hands out a block's tiles of queries. One warp calls it.
 class TakenTiles {
   public:
     __device__ explicit TakenTiles(const Params& params)

@@ -268,6 +268,12 @@ class Problem:
         return INPUT_DTYPES[self.key_dtype].itemsize
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value; values that lie in keys have none of their own."""
+        of_values = 0 if self.values_in_keys else self.value_dim
+        return (self.head_dim + of_values) * self.key_itemsize
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of the shortest rows of Q and K, and of V, unless it is transposed or in K, and O."""
         has_no_rows = self.transposed_values or self.values_in_keys

@@ -21,9 +21,8 @@
 //          its way out; the weights of a tile
 // Global   workspace: the number of tiles taken, 0 between launches; partial results of tiles whose
 //          keys are split (key_parts.cuh)
-// Needs    sm_90a; addresses and strides that are multiples of 16 bytes; with keys in 8 bits, V in
-// K
-//          and a head dim that is a multiple of 16
+// Needs    sm_90a; addresses and strides that are multiples of 16 bytes; with keys in 8 bits also
+//          V in K, and a head dim that is a multiple of 16
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "call/descales.cuh"

@@ -135,9 +135,7 @@ def _edges(problem: Problem) -> int:
 
 def memory_time(problem: Problem, device: Device) -> float:
     """The least time in nanoseconds to read Q, K and V and to write O."""
-    key_cols = problem.head_dim + (0 if problem.values_in_keys else problem.value_dim)
-    in_all = (
-        problem.heads * problem.seqlen_q * (problem.head_dim + problem.value_dim) * problem.itemsize
-        + problem.kv_heads * problem.seqlen_k * key_cols * problem.key_itemsize
-    )
+    query_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize  # of Q and O
+    of_queries = problem.heads * problem.seqlen_q * query_bytes
+    in_all = of_queries + problem.kv_heads * problem.seqlen_k * problem.key_bytes
     return problem.tensor_batch * in_all / (BYTES_PER_NS * device.sm_count)

@@ -232,7 +232,7 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
     tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
     if _uneven(problem) and _may_share(problem, tiles):
-        longest = _visible_keys(problem) * _key_bytes(problem) * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
+        longest = _visible_keys(problem) * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
         tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
         if SAVED_OF_LONGEST * longest > SHARE_TIME + TILE_OF_SHARE_TIME * tiles_of_block:
             return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
@@ -274,7 +274,7 @@ def price_on_half(problem: Problem, device: Device) -> float:
     """The same if half of the SMs, with one block each, share out the keys."""
     blocks = _half(device)
     tiles_of_block = _row_blocks(problem, _fastest(problem, device).block_m) / blocks
-    read = _visible_keys(problem) * _key_bytes(problem) / LONE_BLOCK_BYTES_PER_NS
+    read = _visible_keys(problem) * problem.key_bytes / LONE_BLOCK_BYTES_PER_NS
     return (SHARE_TIME + tiles_of_block * (LONE_TILE_TIME + read)) / 1000
 
 
@@ -290,12 +290,6 @@ def _rows_of_sequence(problem: Problem) -> int:
 
 def _row_blocks(problem: Problem, block_m: int) -> int:
     return problem.kv_heads * row_tiles(problem, _rows_of_kv_head(problem), block_m)
-
-
-def _key_bytes(problem: Problem) -> int:
-    """Bytes of K and V per key."""
-    of_values = 0 if problem.values_in_keys else problem.value_dim
-    return (problem.head_dim + of_values) * problem.key_itemsize
 
 
 def _visible_keys(problem: Problem) -> int:
@@ -324,7 +318,7 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
 def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
     """Whether a tile's keys are in several pages, and have so few bytes that this takes time."""
     page_size = problem.features.page_size
-    return page_size > 0 and page_size % tiles.block_n > 0 and _key_bytes(problem) < WIDE_KEY_BYTES
+    return page_size > 0 and page_size % tiles.block_n > 0 and problem.key_bytes < WIDE_KEY_BYTES
 
 
 @functools.lru_cache
@@ -353,7 +347,7 @@ def _best_tiles(kind: Problem, device: Device, block_m: int, times_threads: int 
     form = ByteTiles if kind.key_dtype == FLOAT8 else Tiles
     column_warps = ceil_div(kind.value_dim, MAX_COLUMNS_OF_WARP)
     most_threads = THREADS * column_warps * times_threads
-    keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
+    keys = min(block_m, BLOCK_M) * (1 if kind.key_bytes >= WIDE_KEY_BYTES else 2)
     most_keys = max(keys, form.depth)
     # Warps that add up scores meet once more for each tile, so that larger ones are worth more.
     quarters = (4, 3, 2, 1) if column_warps > 1 else (4, 2, 1)
@@ -382,7 +376,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     """The least time, in bytes of an SM's share of the bandwidth, and the number of parts that takes it."""
     row_blocks = _row_blocks(problem, tiles.block_m)
     blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
-    bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
+    bytes_of_row_block = _visible_keys(problem) * problem.key_bytes
     more_warps = tiles.threads > THREADS * tiles.column_warps
     if not more_warps and _in_several_pages(problem, tiles):
         bytes_of_row_block = round(SEVERAL_PAGES * bytes_of_row_block)
@@ -392,7 +386,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     of_sm = row_blocks * bytes_of_row_block / device.sm_count
     rows = ROWS_FOR_BANDWIDTH[problem.key_itemsize][tiles.warp_rows]
     products = (problem.head_dim + problem.value_dim) * problem.key_itemsize + SCORE_BYTES
-    of_products = products / _key_bytes(problem)
+    of_products = products / problem.key_bytes
     rounds = max(1, ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams))
 
     def waves_of(splits: int) -> int:

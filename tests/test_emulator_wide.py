@@ -10,6 +10,8 @@ from feature_cases import draw_case, hide_nan
 from float8 import DESCALES, assert_float8, descales_of, with_keys_in_8_bits
 from test_emulator import planted
 
+from cufa.problem import FLOAT8
+
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL = "fwd_10_wgmma_wide"
@@ -88,8 +90,10 @@ LATENTS = {"heads": 2, "kv_heads": 1, "head_dim": 272, "head_dim_v": 256}
 
 
 def of_latents(rng, dtype, features, **sizes):
-    """A case of queries in 16 bits beside latents in 8."""
-    case = with_keys_in_8_bits(rng, draw_case(rng, dtype, features, **(LATENTS | sizes)))
+    """A case of latents in 8 bits, beside queries of this dtype."""
+    case = draw_case(rng, dtype, features, **(LATENTS | sizes))
+    if dtype != FLOAT8:
+        case = with_keys_in_8_bits(rng, case)
     hide_nan(case)
     return replace(case, problem=replace(case.problem, v=case.problem.k[..., : case.problem.v.shape[-1]]))
 
@@ -112,13 +116,16 @@ def check_latents(case, descales, tiles=None, **options):
         ((576, 512), "float16", ("causal", "softcap", "block_table"), {"block_n": 64, "stages": 2}),
         ((272, 264), "float16", ("window", "packed"), {"block_n": 32}),
         ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "parts": 3}),
+        ((576, 512), FLOAT8, ("causal", "packed"), {"block_n": 64, "stages": 2}),
+        ((336, 320), FLOAT8, ("alibi_slopes", "block_table"), {"block_n": 32, "parts": 2}),
     ],
 )
 def test_latents_in_8_bits(rng, dims, dtype, features, tiles):
-    """Also with a NaN that some rows see."""
+    """Beside queries in 16 bits, and in 8; also with a NaN that some rows see."""
+    names = DESCALES[dtype != FLOAT8 :]
     for seqlen_q, seqlen_k in [(70, 200), (5, 31), (3, 0)]:
         case = of_latents(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes_of(dims))
-        descales = descales_of(rng, case, DESCALES[1:])
+        descales = descales_of(rng, case, names)
         check_latents(case, descales, tiles)
         k = case.problem.k
         k.reshape(-1, dims[0])[:: max(k.size // dims[0] // 3, 1), [0, -1]] = np.nan
@@ -132,12 +139,32 @@ def test_descales_of_latents(rng):
     check_latents(case, {"k_descale": numbers, "v_descale": numbers[::-1].copy()})
 
 
-@pytest.mark.parametrize("line", ["ptx::proxy_fence();", "smem.k_ring.wait_empty(at);"])
-def test_latents_are_handed_over(rng, tmp_path, line):
-    folder = planted(tmp_path, "widened_keys.cuh", line, "")
-    case = of_latents(rng, "float16", (), seqlen_q=70, seqlen_k=500)
+@pytest.mark.parametrize(
+    ("dtype", "header", "line"),
+    [
+        ("float16", "widened_keys.cuh", "ptx::proxy_fence();"),
+        ("float16", "widened_keys.cuh", "smem.k_ring.wait_empty(at);"),
+        ("bfloat16", "widened_keys.cuh", "ptx::proxy_fence();"),
+        (FLOAT8, "wgmma_forward_copies.cuh", "smem.q_ring[w].wait_empty(at);"),
+    ],
+)
+def test_latents_are_handed_over(rng, tmp_path, dtype, header, line):
+    folder = planted(tmp_path, header, line, "")
+    case = of_latents(rng, dtype, (), seqlen_q=70, seqlen_k=500)
     with pytest.raises(EmulatorError, match=r"race|fence|no thread has written"):
         check_latents(case, {}, {"block_n": 32, "stages": 2}, folder=folder)
+
+
+@pytest.mark.parametrize("exponent", [-126, -60, 60, 118])
+def test_queries_of_any_magnitude_beside_latents_in_8_bits(rng, exponent):
+    """With a scale that makes scores of one, so that each element of Q counts; also infinite ones."""
+    case = of_latents(rng, "bfloat16", (), seqlen_q=70, seqlen_k=100)
+    q = case.problem.q
+    q[...] = np.ldexp(q.astype(np.float32), exponent).astype(q.dtype)
+    case.numbers["softmax_scale"] = 2.0**-exponent / 16
+    check_latents(case, {})
+    q[:, 3, 0, 5] = np.inf
+    check_latents(case, {})
 
 
 @pytest.mark.parametrize(("parts", "sets"), [(2, [("seqused_k",), ("causal",)]), (5, [(), ("causal",)])])

@@ -11,6 +11,7 @@ from tolerance import assert_attention, assert_gradients
 
 import cufa
 from cufa.arrays import as_bytes
+from cufa.problem import FLOAT8
 
 pytestmark = pytest.mark.gpu
 
@@ -79,34 +80,54 @@ def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
         ("float16", 6, (300, 900), ("causal", "packed"), 1),
         ("float16", 6, (500, 1300), ("window", "softcap"), 1),
         ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), 5),
+        (FLOAT8, 128, (1, 3000), ("block_table",), 3),
+        (FLOAT8, 6, (300, 900), ("causal", "alibi_slopes"), 1),
     ],
 )
 def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, parts):
-    """By the rule, and without descales to the last bit as the same keys in 16 bits, in every repeat."""
+    """By the rule; without descales the same bits in every repeat, and as with everything in float16."""
     sizes = {"heads": heads, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
     of_lengths = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "page_sizes": HOPPER_PAGE_SIZES}
-    case = with_keys_in_8_bits(rng, draw_case(rng, dtype, features, **sizes, **of_lengths))
+    case = draw_case(rng, dtype, features, **sizes, **of_lengths)
+    if dtype != FLOAT8:
+        case = with_keys_in_8_bits(rng, case)
     hide_nan(case)
     problem = replace(case.problem, v=case.problem.k[..., :512])
-    q, k = cupy.asarray(problem.q), cupy.asarray(as_bytes(problem.k)).view(problem.k.dtype)
+    q, k = (cupy.asarray(as_bytes(x)).view(x.dtype) for x in (problem.q, problem.k))
     options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": {"parts": parts}}
 
-    def attend(keys, **descales):
-        out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
-        cufa.attention(q, keys, keys[..., :512], **options, **descales, out=out, lse=lse)
+    def attend(queries, keys, **descales):
+        (shape, own_dtype), of_lse = results_of(case)
+        out = cupy.full(shape, np.nan, np.float16 if dtype == FLOAT8 else own_dtype)
+        lse = cupy.full(*of_lse[:1], np.nan, of_lse[1])
+        cufa.attention(queries, keys, keys[..., :512], **options, **descales, out=out, lse=lse)
         return out, lse
 
-    expected = attend(cupy.asarray(problem.k.astype(problem.q.dtype)))
+    in_halves = (cupy.asarray(x.astype(np.float16)) for x in (problem.q, problem.k))
+    expected = attend(q, k) if dtype == "bfloat16" else attend(*in_halves)
     same = cupy.ones((), bool)
     for _ in range(100):
-        for one, other in zip(attend(k), expected, strict=True):
+        for one, other in zip(attend(q, k), expected, strict=True):
             same &= (one.view("u2") == other.view("u2")).all()
     assert same
 
-    descales = descales_of(rng, case, DESCALES[1:])
-    out, lse = written(case, *attend(k, **on_gpu(cupy, descales)))
+    descales = descales_of(rng, case, DESCALES[dtype != FLOAT8 :])
+    out, lse = written(case, *attend(q, k, **on_gpu(cupy, descales)))
     with np.errstate(invalid="ignore"):
         assert_float8(out, lse, problem, descales, **case.forward)
+
+
+@pytest.mark.parametrize("exponent", [-126, 118])
+def test_queries_of_any_magnitude_beside_latents_in_8_bits(cupy, rng, exponent):
+    """With a scale that makes scores of one, so that each element of Q counts."""
+    sizes = {"heads": 64, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
+    case = with_keys_in_8_bits(rng, draw_case(rng, "bfloat16", (), seqlen_q=1, seqlen_k=500, **sizes))
+    problem = replace(case.problem, v=case.problem.k[..., :512])
+    problem.q[...] = np.ldexp(problem.q.astype(np.float32), exponent).astype(problem.q.dtype)
+    scale = 2.0**-exponent / 16
+    q, k = cupy.asarray(problem.q), cupy.asarray(as_bytes(problem.k)).view(problem.k.dtype)
+    out, lse = cufa.attention(q, k, k[..., :512], softmax_scale=scale, return_lse=True, kernel=KERNEL)
+    assert_float8(out.get(), lse.get(), problem, softmax_scale=scale)
 
 
 @pytest.mark.parametrize(

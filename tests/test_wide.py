@@ -64,10 +64,11 @@ def test_no_spill_of_latent_attention(features, parts):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", FLOAT8])
 @pytest.mark.parametrize("features", ["nothing", "window", "softcap and alibi", "packed", "pages"])
 def test_no_spill_of_latents_in_8_bits(features, dtype):
-    call = replace(LATENT_8_BITS, dtype=dtype, features=FEATURES[features])
+    of_keys = None if dtype == FLOAT8 else FLOAT8
+    call = replace(LATENT, dtype=dtype, kv_dtype=of_keys, features=FEATURES[features])
     assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
 
 
@@ -99,6 +100,8 @@ def test_any_dims_fit(head_dim, value_dim, features):
         (replace(LATENT_8_BITS, batch=1), "fwd_8_split_kv"),
         (replace(LATENT_8_BITS, seqlen_q=4096, heads=8, causal=True), NAME),
         (replace(LATENT_8_BITS, values_in_keys=False), "fwd_8_split_kv"),
+        (replace(LATENT, dtype=FLOAT8), NAME),
+        (replace(LATENT, dtype=FLOAT8, heads=16), "fwd_8_split_kv"),
     ],
 )
 def test_which_calls_it_gets(call, kernel):

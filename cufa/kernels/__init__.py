@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cufa.device import Device
@@ -190,16 +190,20 @@ class HopperKernel(Kernel):
 
 @dataclass(frozen=True)
 class WideHopperForward(HopperKernel):
-    """One that may widen keys in 8 bits to Q's 16, if they are also the values."""
+    """One that may widen 8 bits to 16, if keys are also the values."""
 
     mixes_dtypes: bool = True
 
+    def takes_dtypes(self, problem: Problem) -> bool:
+        """As `Kernel.takes_dtypes`: beside keys that it widens, queries may be in 8 bits, too."""
+        return super().takes_dtypes(_with_queries_widened(problem))
+
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
-        reason = super().unsupported(problem, device)
-        if reason is not None or problem.kv_dtype is None:
+        reason = super().unsupported(_with_queries_widened(problem), device)
+        if reason is not None or problem.key_dtype != FLOAT8:
             return reason
-        beside = f"{self.name} supports k and v in {problem.kv_dtype} beside q in {problem.dtype}"
+        beside = f"{self.name} supports k and v in {FLOAT8} beside q in {problem.dtype}"
         if not problem.values_in_keys:
             return f"{beside} only if v is the first columns of k"
         if problem.head_dim % _WIDENED_COLS:
@@ -208,6 +212,13 @@ class WideHopperForward(HopperKernel):
             )
         unwidened = [name for name in problem.features.names if name in ("bias", "dropout_p", "score_mod")]
         return f"{beside} only without {', '.join(unwidened)}" if unwidened else None
+
+
+def _with_queries_widened(problem: Problem) -> Problem:
+    """The problem with queries in 16 bits, if keys in 8 bits are also the values."""
+    if problem.dtype != FLOAT8 or not problem.values_in_keys:
+        return problem
+    return replace(problem, dtype="float16", kv_dtype=FLOAT8)
 
 
 @dataclass(frozen=True)

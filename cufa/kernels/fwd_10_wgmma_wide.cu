@@ -7,14 +7,15 @@
 // weights over through shared memory (as in FlashMLA, Li and Liu 2025). Where rows of V are the
 // beginnings of those of K, only K is copied. If a few queries have many heads with the same keys,
 // the host says that heads are queries, and queries are heads (kQueriesAsHeads). Keys that are also
-// the values may be in 8 bits, and are widened to the type of Q on their way (widened_keys.cuh).
+// the values may be in 8 bits, and Q then too. They are widened to float16 on their way
+// (widened_keys.cuh), and products are in float16 even if Q is in bfloat16.
 //
 // Launches: clear_counts, if keys are split; fwd_10_wgmma_wide
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
-//          V in pages: (pages, page_size, kv_heads, dim); in 8 bits, k_descale and v_descale
-//          (batch, kv_heads): the factors of K and V
+//          V in pages: (pages, page_size, kv_heads, dim); in 8 bits, q_descale, k_descale and
+//          v_descale (batch, kv_heads): the factors of Q, K and V
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: half of their columns
 //          of O, and the weights of every other tile of keys
 // Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
@@ -37,7 +38,8 @@ struct ValuesApart {
 template <>
 struct ValuesApart<true> {};
 
-using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
+using out_t = OUT_SCALAR;
+using StoredRows = PanelTile<kWgmmaM, kStoreCols, out_t>;
 template <bool Apart>
 struct QueriesAndOutput {
     QueryRows q[kTeams][kQueryStages];
@@ -51,6 +53,8 @@ struct QueriesAndOutput<false> {
     };
 };
 
+struct Helpers : Inspection, QueryUnits<kScalesQueries> {};
+
 struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
     using StoredRows = ::StoredRows;
 
@@ -59,7 +63,7 @@ struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
     Handed handed;
     TileRing k_ring, v_ring;  // v_ring is for values apart from the keys
     Ring<kQueryStages> q_ring[kTeams];
-    Inspection helpers;
+    Helpers helpers;
     Work work;
 };
 static_assert(kQueryStages == 1, "there is room for one tile of queries");
@@ -77,6 +81,7 @@ struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
             current_scale = Scale(descaled.scores_log2());
         }
     }
+    __device__ void unscale(Scores& s) const { smem.helpers.unscale(s); }
     __device__ Scale scale() const { return current_scale; }
     __device__ float softmax_scale() const {
         return kWidensKeys ? descaled.scores : params.call.softmax_scale;

@@ -36,7 +36,7 @@ WORD_BITS = 32
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
-BESIDE_WIDENING = 200
+BESIDE_WIDENING = 192
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.

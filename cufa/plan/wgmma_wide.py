@@ -33,23 +33,23 @@ from cufa.plan.persistent import (
 )
 from cufa.plan.record import Decisions, Launch, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
-from cufa.problem import Problem
+from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up
 
 # Keys of a tile, the most first, and the stages that copies need to be ahead, and the most that help.
 BLOCK_NS = (64, 48, 32, 16)
 LEAST_STAGES, MOST_STAGES = 2, 4
-# Keys in 8 bits are widened by four warps, each of which writes whole swizzled units of 8 rows.
-WIDENED_AT_ONCE = 32
+# The dtype to which 8 bits are widened, by four warps, each of which writes whole swizzled units of 8 rows.
+WIDENED, WIDENED_AT_ONCE = "float16", 32
 # The most columns of the output that a warpgroup stores at once, in the place of the queries.
 MOST_STORE_COLS = 128
 # Nanoseconds of an SM of an H200 per score and dim of its two products, and per tile of queries. Small tiles
 # of keys, and those with so few stages that no copy is ahead of the products, take longer.
 OF_DIM, OF_DIM_IN_FEW_KEYS, OF_TILE = 0.00039, 0.00044, 5300
-# The same where keys are widened, from float8_e4m3fn to the dtype of Q.
-OF_WIDENED_DIM = {"float16": 0.00046, "bfloat16": 0.0005}
+# The same where keys are widened.
+OF_WIDENED_DIM = 0.00046
 FEW_KEYS = 32
-SUM_BYTES = 4
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,18 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
         )
     main = Launch("fwd_10_wgmma_wide", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
-    keys = 0 if problem.kv_dtype is not None else box_keys(problem, sizes)  # widened keys are not copied
+    # What is widened is not copied.
+    queries = 0 if problem.dtype == FLOAT8 else WGMMA_M
+    keys = 0 if _widens(problem) else box_keys(problem, sizes)
     boxes = tuple(
-        TensorBox(tensor, rows, PANEL_COLS) for tensor, rows in enumerate((WGMMA_M, keys, keys, WGMMA_M))
+        TensorBox(tensor, rows, PANEL_COLS) for tensor, rows in enumerate((queries, keys, keys, WGMMA_M))
     )
     return Decisions(
         tiles=sizes_of(sizes),
         macros=(
-            *forward_macros(problem, device, chosen, len(boxes), parted),
+            *forward_macros(_as_multiplied(problem), device, chosen, len(boxes), parted),
+            ("QUERY_SCALAR", problem.dtype),
+            ("OUT_SCALAR", problem.output.name),
             ("OUTPUT_APART", _has_output_apart(problem, device, sizes)),
         ),
         launches=launches if grid else (),
@@ -128,8 +132,8 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     pressed = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
     value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
     of_dim = OF_DIM_IN_FEW_KEYS if pressed else OF_DIM
-    if problem.kv_dtype is not None:
-        of_dim = OF_WIDENED_DIM[problem.dtype]
+    if _widens(problem):
+        of_dim = OF_WIDENED_DIM
     of_score = (problem.head_dim + value_cols) * of_dim
     paces = {tiles: Pace(of_score, OF_TILE)}
     return fastest_in_parts(problem, device, paces, lambda *_: True)
@@ -149,9 +153,19 @@ def _largest(kind: Problem, device: Device) -> WideTiles:
     return replace(tiles, store_cols=math.gcd(tiles.own_cols(kind.value_dim), MOST_STORE_COLS))
 
 
+def _widens(problem: Problem) -> bool:
+    """Whether keys, and perhaps queries, are in 8 bits and widened to float16."""
+    return problem.key_dtype == FLOAT8
+
+
+def _as_multiplied(problem: Problem) -> Problem:
+    """The problem with the dtype of its products for that of Q."""
+    return replace(problem, dtype=WIDENED, kv_dtype=FLOAT8) if _widens(problem) else problem
+
+
 def _can_be_brought(problem: Problem, block_n: int) -> bool:
     """Whether tiles may have so many keys: the copy engine brings any number."""
-    return problem.kv_dtype is None or block_n % WIDENED_AT_ONCE == 0
+    return not _widens(problem) or block_n % WIDENED_AT_ONCE == 0
 
 
 def _cost(device: Device, problem: Problem, tiles: Tiles) -> Cost:
@@ -182,8 +196,9 @@ def _smem_bytes(problem: Problem, tiles: Tiles, output_apart: bool) -> int:
         tiles.stages * stage_bytes
         + (of_queries + of_output if output_apart else max(of_queries, of_output))
         + panel_tile_bytes(WGMMA_M, tiles.block_n)  # P
-        + SUM_BYTES * (WGMMA_M + 2 * tiles.consumers * WARPGROUP)  # maxima and sums
+        + FLOAT_BYTES * (WGMMA_M + 2 * tiles.consumers * WARPGROUP)  # maxima and sums
         + 2 * BARRIER_BYTES
         + work_bytes(problem, tiles)
+        + (FLOAT_BYTES * WGMMA_M if _widens(problem) and problem.dtype == "bfloat16" else 0)  # units of rows
     )
     return round_up(smem_bytes, SWIZZLE_BYTES)

@@ -6,21 +6,8 @@
 // enough to lose bits are below what float32 sums lose anyway.
 #pragma once
 
+#include "call/half_range.cuh"
 #include "mma/mma_products.cuh"
-
-// The power of two that brings a number to float16's largest exponent, if it is a float32.
-struct PowerToHalf {
-    float factor, inverse;
-
-    __device__ explicit PowerToHalf(float number) {
-        constexpr int kBias = 127, kLargest = 15, kMantissaBits = 23;
-        const int exponent = __float_as_int(number) >> kMantissaBits;
-        // For smaller numbers the factor would not be a float.
-        const int up = kBias + kLargest - max(exponent, kLargest + 1);
-        factor = __int_as_float((kBias + up) << kMantissaBits);
-        inverse = __int_as_float((kBias - up) << kMantissaBits);
-    }
-};
 
 // The powers of two of a tile's rows; nothing for a tile that is not converted.
 template <int Rows, bool Used>

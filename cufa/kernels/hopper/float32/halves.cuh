@@ -9,6 +9,7 @@
 #pragma once
 
 #include "call/columns.cuh"
+#include "call/half_range.cuh"
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
 #include "hopper/wgmma_products.cuh"
@@ -31,15 +32,6 @@ static_assert(kWarpHasRows<kDepth> && kWarpHasRows<kDims>, "a warp has whole row
 // Numbers with one unit are scaled so that the largest is at least 2^14 and less than 2^15. Then
 // the small parts even of much smaller numbers keep all their bits.
 constexpr int kTopExponent = 14;
-
-__device__ inline float power_of_two(int exponent) {
-    return __int_as_float((exponent + 127) << 23);
-}
-// The exponent of a number that is not negative, but at least Least.
-template <int Least>
-__device__ inline int exponent_of(float x) {
-    return max((__float_as_int(x) >> 23) - 127, Least);
-}
 
 // Two elements, rounded.
 struct HalfPair {

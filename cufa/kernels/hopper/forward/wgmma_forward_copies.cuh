@@ -49,7 +49,8 @@ __device__ inline bool starts_copies() {
     return kProducers == 1 || ptx::elect_lane();
 }
 
-template <class Smem>
+// Hands a tile of queries to the block and starts their copies, or leaves these to others.
+template <bool Copies = true, class Smem>
 __device__ inline void send_queries(Smem& smem, const Params& params,
                                     RingPosition<kQueryStages>& at, WorkTile work) {
 #pragma unroll 1  // a producer is short of registers
@@ -57,8 +58,9 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
         smem.q_ring[w].wait_empty(at);
         if (!starts_copies()) continue;
         smem.work.of_stage[w][at.stage] = work;
-        ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
-        if (work.exists()) {
+        ptx::Barrier& full =
+            smem.q_ring[w].announce(at, Copies && work.exists() ? QueryRows::kBytes : 0);
+        if (Copies && work.exists()) {
             copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
                       work.sequence(params.call).first_q + work.first_row + w * kWgmmaM, 0,
                       first_col_of<kHeadDim>(params.call.k, work.kv_head));

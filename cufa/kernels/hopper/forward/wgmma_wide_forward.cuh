@@ -25,6 +25,7 @@ constexpr bool kOutputApart = OUTPUT_APART;
 // A consumer. What each kernel does in its own way, besides what ForwardScores asks for, is in
 // `Self`, which derives from this struct:
 //   begin(work)                        begins a tile of queries
+//   unscale(s)                         undoes what was done to queries, in their products
 //   output_scale()                     the factor of sums of weighted values
 //   take_out_nonfinite(o, work, tile)  called before the part of a tile that a mask cuts through
 template <class Self, class Smem>
@@ -228,6 +229,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         wait_product<Pending>(s);
         if (!kValuesInKeys && threadIdx.x % 32 == 0) smem.k_ring.release(k_at);
         for (int i = 0; i < kColumnWarpgroups; ++i) k_at.advance();  // to the next of one's own
+        self().unscale(s);
         if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
     }
 

@@ -1,35 +1,9 @@
-// Keys in 8 bits for products in 16. The copy engine cannot convert. So a warpgroup loads keys to
-// registers, widens them, and writes them where the engine would have.
+// Keys in 8 bits for products in float16, and the warpgroup that brings them.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_copies.cuh"
-#include "hopper/nonfinite_elements.cuh"
-#include "ptx/ptx_sm89.cuh"
-
-// What a lane holds of a key in 8 bits at once, and the same in 16.
-constexpr int kNarrowCols = 16;
-using NarrowCols = Pack<unsigned int, kNarrowCols / 4>;
-using WideCols = Pack<unsigned int, kChunkCols / 2>;
-
-// Two numbers as the products read them, from float16.
-__device__ inline unsigned int operands_from_halves(unsigned int halves) {
-    if constexpr (!is_bfloat16<operand_t>) return halves;
-    return ptx::pack_bf16(ptx::float_from_half(static_cast<unsigned short>(halves)),
-                          ptx::float_from_half(static_cast<unsigned short>(halves >> 16)));
-}
-
-// The half of these columns that fills a chunk; exact, and NaN stays NaN.
-__device__ inline WideCols widen(const NarrowCols& narrow, int half) {
-    WideCols wide;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        unsigned int pairs[2];
-        ptx::half_from_e4m3(pairs, narrow[2 * half + i]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) wide[2 * i + e] = operands_from_halves(pairs[e]);
-    }
-    return wide;
-}
+#include "hopper/forward/wgmma_inspected_values.cuh"
+#include "hopper/forward/widened_queries.cuh"
 
 // What is looked up of a key before its row is known: the number of its page, if there are pages.
 template <bool Paged>
@@ -55,100 +29,45 @@ struct KeyPlace<true> {
     }
 };
 
-// A lane's part of a tile of keys. A warp has swizzled units of eight rows, and four lanes share a
-// row: in each panel, a lane has the columns from `first_col` on.
+// The keys of a range, tile after tile, from the last one down.
 template <class Tile>
-class KeyWidener {
+class KeyWidener : public RowWidener<Tile> {
+    using RowWidener<Tile>::kUnits, RowWidener<Tile>::row_of;
+
   public:
     __device__ KeyWidener(const Params& params, const WorkTile& work, const KeyRange& range)
         : sequence(work.sequence(params.call)),
           keys(sequence.keys<const key_t>(params.call.k, work.kv_head)),
-          end(sequence.seqlen_k),
-          first_row(threadIdx.x / 32 * kUnits * kUnitRows + threadIdx.x % 32 / kRowLanes),
-          first_col(threadIdx.x % kRowLanes * kNarrowCols),
           begin(range.begin) {
         look_up(range.end - 1);
     }
 
     // Starts to load a tile, and looks up where the one before it is. Called for all of the range,
-    // from the last tile down, and once more: a tile before the range is left out.
-    __device__ void load(int tile) {
+    // and once more: a tile before the range is left out.
+    __device__ void load_tile(int tile) {
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-            const key_t* const row = row_of(tile, unit);
-#pragma unroll
-            for (int panel = 0; panel < Tile::kPanels; ++panel)
-                held[unit][panel] = load(row, panel);
+            const bool there = exists(tile, unit);
+            this->load(unit, there ? places[unit].row(keys, key_of(tile, unit)) : nullptr);
         }
         look_up(tile - 1);
     }
 
-    // Writes the tile that was loaded.
-    __device__ void write(Tile& to) const {
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
-#pragma unroll
-            for (int panel = 0; panel < Tile::kPanels; ++panel)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    *chunk(to, unit, panel, half) = widen(held[unit][panel], half);
-    }
-
-    // Whether there is NaN in what this lane has written.
-    __device__ bool finds_nan(Tile& written) const {
-        NonfiniteSearch search;
-#pragma unroll 1
-        for (int i = 0; i < kUnits * Tile::kPanels; ++i) {
-            search.look_at(chunk(written, i % kUnits, i / kUnits, 0));
-            search.look_at(chunk(written, i % kUnits, i / kUnits, 1));
-        }
-        return search.found();
-    }
-
   private:
-    static constexpr int kRowLanes = kPanelCols / kNarrowCols;
-    static constexpr int kUnitRows = 32 / kRowLanes;
-    static constexpr int kUnits = Tile::kRows / (kWarps * kUnitRows);  // of a tile that a warp has
-    static_assert(kUnitRows == kSwizzleRows && Tile::kRows % (kWarps * kUnitRows) == 0,
-                  "each warp writes whole swizzled units");
-    static_assert(!kWidensKeys || kHeadDim % kNarrowCols == 0,
-                  "loads are inside a row or beyond it");
-
-    __device__ int key_of(int tile, int unit) const {
-        return tile * Tile::kRows + first_row + unit * kUnitRows;
-    }
+    __device__ int key_of(int tile, int unit) const { return tile * Tile::kRows + row_of(unit); }
     // Whether a tile is in the range, and the key of this lane is before their end.
     __device__ bool exists(int tile, int unit) const {
-        return begin <= tile && key_of(tile, unit) < end;
+        return begin <= tile && key_of(tile, unit) < sequence.seqlen_k;
     }
-
     __device__ void look_up(int tile) {
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
             if (exists(tile, unit)) places[unit].look_up(keys, key_of(tile, unit));
     }
-    // The row of this lane's key; none if it does not exist.
-    __device__ const key_t* row_of(int tile, int unit) const {
-        if (!exists(tile, unit)) return nullptr;
-        return places[unit].row(keys, key_of(tile, unit));
-    }
-
-    // Keys that do not exist are zero, and so are columns that the head does not have.
-    __device__ NarrowCols load(const key_t* row, int panel) const {
-        const int col = panel * kPanelCols + first_col;
-        if (row == nullptr || col >= kHeadDim) return {};
-        return *reinterpret_cast<const NarrowCols*>(row + col);
-    }
-
-    __device__ WideCols* chunk(Tile& tile, int unit, int panel, int half) const {
-        const int col = panel * kPanelCols + first_col + half * kChunkCols;
-        return reinterpret_cast<WideCols*>(tile.at(first_row + unit * kUnitRows, col));
-    }
 
     const Sequence sequence;
     const KeyMatrix<const key_t> keys;
-    const int end, first_row, first_col, begin;
-    NarrowCols held[kUnits][Tile::kPanels];
+    const int begin;
     KeyPlace<kPaged> places[kUnits];  // of the tile that is loaded next
 };
 
@@ -194,13 +113,18 @@ __device__ inline void produce_widened(Smem& smem, const Params& params) {
     RingPosition<kQueryStages> sent, q_at;
     RingPosition<kStages> at;
     for (;;) {
-        if (warp == 0) send_queries(smem, params, sent, taken.next());
+        if (warp == 0) send_queries<kCopiesQueries>(smem, params, sent, taken.next());
         const WorkTile work = follow_queries(smem, q_at);
         if (!work.exists()) return;
 
         const KeyRange keys = key_tiles_of(params.call, work);
         KeyWidener<KeyRows> widener(params, work, keys);
-        widener.load(keys.end - 1);
+        // Consumers know that queries are made when the same warps hand over the first keys.
+        // Without keys they wait for nothing, and may have output there already.
+        QueryRows& q = smem.q[0][0];
+        if (!kCopiesQueries && !keys.none()) widen_queries(q, params, work);
+        widener.load_tile(keys.end - 1);
+        if (!keys.none()) smem.helpers.scale(q);
         for (int tile = keys.end - 1; tile >= keys.begin; --tile, at.advance()) {
             smem.k_ring.wait_empty(at);
             widener.write(smem.k[at.stage]);
@@ -212,7 +136,7 @@ __device__ inline void produce_widened(Smem& smem, const Params& params) {
                 if constexpr (kCutKeys) smem.helpers.report(at, warp, found);
                 ptx::barrier_arrive(smem.k_ring.full[at.stage]);
             }
-            widener.load(tile - 1);  // not before: a fence waits for all that is on its way
+            widener.load_tile(tile - 1);  // not before: a fence waits for all that is on its way
         }
     }
 }

@@ -167,11 +167,27 @@ def test_queries_of_any_magnitude_beside_latents_in_8_bits(rng, exponent):
     check_latents(case, {})
 
 
-@pytest.mark.parametrize(("parts", "sets"), [(2, [("seqused_k",), ("causal",)]), (5, [(), ("causal",)])])
-def test_parts_of_keys(rng, parts, sets):
+@pytest.mark.parametrize(
+    ("parts", "dims", "sets"),
+    [
+        (2, (512, 512), [("seqused_k",), ("causal",)]),
+        (5, (512, 512), [(), ("causal",)]),
+        (7, (320, 264), [("causal", "seqused_k", "sink"), ("packed", "softcap"), ("dropout", "block_table")]),
+        (6, (40, 312), [("alibi_slopes", "sink")]),
+    ],
+)
+def test_parts_of_keys(rng, parts, dims, sets):
+    """Few and many, which a launch of their own merges; some tiles see fewer tiles of keys than parts."""
     for features in sets:
-        case = draw_case(rng, "float16", features, seqlen_q=100, seqlen_k=230, **sizes_of((512, 512)))
+        case = draw_case(rng, "float16", features, seqlen_q=100, seqlen_k=230, **sizes_of(dims))
         check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
+
+
+def test_groups_of_threads_wait_for_each_others_parts(rng, tmp_path):
+    folder = planted(tmp_path, "merged_parts.cuh", "__syncthreads();", "")
+    case = draw_case(rng, "float16", (), seqlen_q=100, seqlen_k=230, **sizes_of((512, 512)))
+    with pytest.raises(EmulatorError, match=r"race|no thread has written"):
+        check(case, {"block_n": 32, "parts": 6}, device=SMALL_DEVICE, folder=folder)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,10 @@ def test_every_repeat_gives_the_same_bits(cupy, rng, dims, features):
     assert same
 
 
-@pytest.mark.parametrize(("parts", "features"), [(3, ("seqused_k",)), (16, ("causal", "softcap"))])
+@pytest.mark.parametrize(
+    ("parts", "features"),
+    [(3, ("seqused_k",)), (16, ("causal", "softcap")), (40, ("sink", "packed")), (7, ("dropout",))],
+)
 def test_parts_of_keys(cupy, rng, parts, features):
     case = draw(rng, features, seqlen_q=300, seqlen_k=3000)
     check_forward(cupy, case, kernel=KERNEL, tiles={"parts": parts})

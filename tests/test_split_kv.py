@@ -216,7 +216,7 @@ def test_it_does_not_spill(arch, head_dim):
 WIDE = [
     replace(DECODING, heads=16, kv_heads=2, head_dim=512, value_dim=512),
     replace(DECODING, heads=16, kv_heads=1, head_dim=576, value_dim=512),
-    replace(DECODING, heads=128, kv_heads=1, head_dim=576, value_dim=512, values_in_keys=True),
+    replace(DECODING, heads=48, kv_heads=1, head_dim=576, value_dim=512, values_in_keys=True),
     replace(DECODING, heads=40, kv_heads=1, head_dim=300, value_dim=272, kv_dtype=FLOAT8),
 ]
 

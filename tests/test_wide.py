@@ -92,12 +92,10 @@ def test_any_dims_fit(head_dim, value_dim, features):
         (replace(problem(512, heads=(8, 1)), seqlen_q=1), "fwd_8_split_kv"),
         (LATENT, NAME),
         (replace(LATENT, heads=16), "fwd_8_split_kv"),
-        (replace(LATENT, batch=2), "fwd_8_split_kv"),
-        (replace(LATENT, batch=4), NAME),
-        (replace(LATENT, batch=1), "fwd_8_split_kv"),
+        (replace(LATENT, batch=1), NAME),
         (LATENT_8_BITS, NAME),
         (replace(LATENT_8_BITS, heads=16), "fwd_8_split_kv"),
-        (replace(LATENT_8_BITS, batch=1), "fwd_8_split_kv"),
+        (replace(LATENT_8_BITS, batch=1), NAME),
         (replace(LATENT_8_BITS, seqlen_q=4096, heads=8, causal=True), NAME),
         (replace(LATENT_8_BITS, values_in_keys=False), "fwd_8_split_kv"),
         (replace(LATENT, dtype=FLOAT8), NAME),
@@ -117,12 +115,29 @@ def test_keys_are_read_once_if_values_are_in_them():
     assert prices[0] <= prices[1]
 
 
+def test_many_parts_have_a_launch_that_merges_them():
+    """Unless it is known that tiles see different numbers of keys."""
+    call = replace(LATENT, batch=1)
+    in_pages = replace(call, features=Features(page_size=64, seqused_k=True))
+    for same in (call, in_pages):
+        plan = make_plan(same, H200, NAME, {"parts": 9})
+        # For each of two tiles of 64 heads, and eight columns of 512
+        assert [(each.entry, each.grid) for each in plan.launches] == [
+            (NAME, 18),
+            ("merge_parts", 2 * 512 // 8),
+        ]
+        assert [(each.name, each.shape) for each in plan.scratch] == [("parts", (18, 64 * (512 + 2)))]
+    for other, parts in [(call, 4), (problem(512, causal=True), 5)]:
+        plan = make_plan(other, H200, NAME, {"parts": parts})
+        assert [each.entry for each in plan.launches] == ["clear_counts", NAME]
+
+
 def test_tiles_that_it_cannot_have():
     for tiles, message in [
         ({"block_m": 128}, "block_m must be 64"),
         ({"query_stages": 2}, "query_stages must be 1"),
         ({"stages": 1}, "stages must be at least 2"),
-        ({"parts": 17}, "parts must be 1 to 16"),
+        ({"parts": 129}, "parts must be 1 to 128"),
         ({"block_n": 48}, "232,448 bytes"),
         ({"store_cols": 192}, "store_cols must divide 256"),
     ]:

@@ -502,7 +502,7 @@ _LADDER = (
     WideHopperForward(
         name="fwd_10_wgmma_wide",
         direction="forward",
-        entries=("clear_counts", "fwd_10_wgmma_wide"),
+        entries=("clear_counts", "fwd_10_wgmma_wide", "merge_parts"),
         idea="Hopper, head dims over 256: two warpgroups share queries and split the columns of the output",
         paper="Li and Liu 2025, FlashMLA",
         memory="O(N)",

@@ -10,7 +10,8 @@
 // the values may be in 8 bits, and Q then too. They are widened to float16 on their way
 // (widened_keys.cuh), and products are in float16 even if Q is in bfloat16.
 //
-// Launches: clear_counts, if keys are split; fwd_10_wgmma_wide
+// Launches: clear_counts, if keys are split into few parts; fwd_10_wgmma_wide; merge_parts, if into
+//           many
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -21,7 +22,7 @@
 // Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
 //          its way out; the weights of a tile
 // Global   workspace: the number of tiles taken, 0 between launches; partial results of tiles whose
-//          keys are split (key_parts.cuh)
+//          keys are split (key_parts.cuh, merged_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes; with keys in 8 bits also
 //          V in K, and a head dim that is a multiple of 16
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
@@ -103,6 +104,14 @@ __device__ inline void bring(Smem& smem, const Params& params) {
     }
 }
 
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    merge_parts(const __grid_constant__ Params params) {
+    merge_parts_of_tiles<kOwnCols, out_t>(params, [&](const WorkTile& work) {
+        if (kWidensKeys) return HeadScales(params.call, work.batch, work.kv_head).output;
+        return kept_scale(params.call.features);
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     clear_counts(const __grid_constant__ Params params) {
     clear_counts_of_parts<kOwnCols>(params);
@@ -126,7 +135,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    if constexpr (kPartsKeys) ptx::wait_for_launch_before();
+    if constexpr (kMergesLater) {
+        ptx::let_next_launch_begin();
+    } else if constexpr (kPartsKeys) {
+        ptx::wait_for_launch_before();
+    }
 
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {

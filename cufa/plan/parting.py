@@ -5,6 +5,10 @@ Blocks take tiles of queries until none are left. In the last round some SMs hav
 than all SMs together need. So the keys of such tiles are split into parts. Each block leaves its result, and
 the block with the last part merges them (hopper/forward/key_parts.cuh). This is like stream-K (Osama et al.
 2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts.
+
+One block has no way to the L2 cache that is wide enough for many parts. So with head dims over 256 a launch
+of its own merges them (hopper/forward/merged_parts.cuh), unless tiles are known to see different numbers
+of keys.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ class PartedTiles(TileSizes, Protocol):
 
     most_parts: ClassVar[int]
 
+    def merges_later(self, problem: Problem, parts: int) -> bool:
+        """Whether so many parts are merged by a launch of their own, not by the block with the last one."""
+
 
 T = TypeVar("T", bound=PartedTiles)
 
@@ -39,6 +46,8 @@ MOST_PARTS = 4
 OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
 # The same for each part beyond the most: all parts of a tile are merged by one block.
 OF_FURTHER_PART = 1000
+# If a launch of its own merges parts: time to write one, per byte; time of that launch, and per byte of all.
+OF_WRITTEN_BYTE, MERGING, OF_MERGED_BYTE = 0.012, 2500, 0.0005
 ACCUMULATOR_BYTES = 4
 # The gain that parts, and more parts over fewer, must have: times are estimates, and parts take memory.
 WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
@@ -139,31 +148,49 @@ def fastest(
     return best
 
 
-def merging_time(problem: Problem, tiles: TileSizes) -> float:
+def merging_time(problem: Problem, tiles: PartedTiles, parts: int, blocks: int) -> float:
     """The nanoseconds that a call whose tiles have parts takes for that, in which it reads no keys."""
-    return CLEARING + _time_of_part(problem, tiles)
+    in_all = 0
+    if tiles.merges_later(problem, parts):
+        parted = parting_of(problem, tiles, parts, blocks)
+        in_all = parted.count - parted.whole
+    return _time_of_merging(problem, tiles, parts, in_all) + _time_of_part(problem, tiles, parts)
 
 
-def _time_of_part(problem: Problem, tiles: TileSizes) -> float:
-    """The nanoseconds to write a part and to merge it, besides its keys."""
-    return OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
+def _part_bytes(problem: Problem, tiles: PartedTiles) -> int:
+    return tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
+
+
+def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int) -> float:
+    """The nanoseconds to write one of a tile's parts and, by the block with the last one, to merge it."""
+    if tiles.merges_later(problem, parts):
+        return OF_WRITTEN_BYTE * _part_bytes(problem, tiles)
+    further = OF_FURTHER_PART * max(0, parts - MOST_PARTS)
+    return OF_PART + OF_PART_BYTE * _part_bytes(problem, tiles) + further
+
+
+def _time_of_merging(problem: Problem, tiles: PartedTiles, parts: int, in_all: int) -> float:
+    """The nanoseconds of the launch that merges the parts, of which there are so many, or clears counters."""
+    if tiles.merges_later(problem, parts):
+        return MERGING + OF_MERGED_BYTE * _part_bytes(problem, tiles) * in_all
+    return CLEARING
 
 
 def _time(
-    problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int], parts: int, blocks: int
+    problem: Problem, tiles: PartedTiles, pace: Pace, key_tiles: list[int], parts: int, blocks: int
 ) -> float:
     """Nanoseconds until all blocks finish."""
-    of_part = _time_of_part(problem, tiles)
 
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""
-        of_parts = of_part * (count > 1) + OF_FURTHER_PART * max(0, count - MOST_PARTS)
-        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_parts
+        of_part = _time_of_part(problem, tiles, count) if count > 1 else 0
+        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part
 
     if not problem.causal and not varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)
         last_round = ceil_div(left * parts, blocks) * time_of(max(key_tiles), parts)
-        return CLEARING + rounds * time_of(max(key_tiles), 1) + last_round
+        merging = _time_of_merging(problem, tiles, parts, left * parts)
+        return merging + rounds * time_of(max(key_tiles), 1) + last_round
     of_head = [
         time_of(keys, count)
         for keys, count in zip(key_tiles, _in_parts(problem, key_tiles, parts), strict=True)
@@ -174,7 +201,7 @@ def _time(
     least = max(heads * sum(of_head) / blocks, of_head[0])
     if heads * len(of_head) > blocks:  # some block has two of the first items
         least = max(least, of_head[(blocks - 1) // heads] + of_head[blocks // heads])
-    return CLEARING + least
+    return _time_of_merging(problem, tiles, parts, heads * len(of_head)) + least
 
 
 def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:

@@ -37,6 +37,10 @@ WORD_BITS = 32
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
 BESIDE_WIDENING = 192
+# Of the launch that merges parts (merged_parts.cuh): columns of O for a block, groups of its threads, each as
+# many as a warpgroup, and bytes of shared memory, 32 for each thread.
+MERGED_COLUMNS, MERGE_GROUPS = 8, 4
+MERGE_SMEM_BYTES = MERGE_GROUPS * WARPGROUP * 32
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
@@ -88,8 +92,15 @@ def launches_of_parts(
         raise ValueError(f"tiles {tiles}: {reason}")
     blocks = device.sm_count * tiles.blocks_per_sm
     parted = parting.parting_of(problem, tiles, tiles.parts, blocks)
-    main = replace(main, grid=min(parted.count, blocks), overlaps=True)
-    return (Launch("clear_counts", 1, tiles.threads), main), _parts_scratch(problem, tiles, parted), parted
+    main = replace(main, grid=min(parted.count, blocks))
+    if tiles.merges_later(problem, tiles.parts):
+        split = (parted.count - parted.whole) // parted.parts
+        columns = tiles.consumers * tiles.own_cols(problem.value_dim) // MERGED_COLUMNS
+        threads = MERGE_GROUPS * WARPGROUP
+        merge = Launch("merge_parts", split * columns, threads, MERGE_SMEM_BYTES, overlaps=True)
+        return (main, merge), _scratch_to_merge(problem, tiles, parted), parted
+    launches = Launch("clear_counts", 1, tiles.threads), replace(main, overlaps=True)
+    return launches, _parts_scratch(problem, tiles, parted), parted
 
 
 def work_bytes(problem: Problem, tiles: Tiles) -> int:
@@ -111,6 +122,12 @@ def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scr
         Scratch("parts there", (round_up(parts * tiles.consumers, words),)),
         Scratch("parts", (parts, tiles.consumers, WARPGROUP * of_thread)),
     )
+
+
+def _scratch_to_merge(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
+    """Workspace of merged_parts.cuh: of each part the sums of O, and the maximum and the sum of each row."""
+    of_row = tiles.consumers * tiles.own_cols(problem.value_dim) + 2
+    return (Scratch("parts", (parted.count - parted.whole, tiles.block_m * of_row)),)
 
 
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
@@ -151,6 +168,7 @@ def forward_macros(
         ("BOX_KEYS", box_keys(problem, tiles)),
         ("PRODUCER_REGISTERS", tiles.producer_registers(consumer_registers)),
         ("CONSUMER_REGISTERS", consumer_registers),
+        ("MERGES_LATER", parted is not NOT_PARTED and tiles.merges_later(problem, tiles.parts)),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
         ("BIAS_BOXES", has_bias_boxes(problem)),
         ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),

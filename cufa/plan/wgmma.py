@@ -45,7 +45,9 @@ def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     tiles, least = fastest_tiles(problem, device, frozenset())
     start = CUT_START if is_cut(problem) else START
-    merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
+    merging = 0.0
+    if tiles.parts > 1:
+        merging = merging_time(problem, tiles, tiles.parts, device.sm_count * tiles.blocks_per_sm)
     return (start + max(least, memory_time(problem, device) + merging)) / 1000
 
 

@@ -51,6 +51,10 @@ class Tiles(Warpgroups):
     parts: int = 1
     most_parts: ClassVar[int] = parting.MOST_PARTS
 
+    def merges_later(self, problem: Problem, parts: int) -> bool:
+        """As for `PartedTiles`."""
+        return False
+
     def own_cols(self, value_dim: int) -> int:
         """Columns of the output that a warpgroup has the sums of."""
         return round_up(value_dim, WGMMA_K)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cufa.device import Device
+from cufa.plan import parting
 from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
@@ -20,9 +21,10 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.pace import Pace, memory_time
-from cufa.plan.parting import merging_time
 from cufa.plan.persistent import (
     FINDINGS_BYTES,
+    MERGE_GROUPS,
+    MERGE_SMEM_BYTES,
     OVERHEAD_REGISTERS,
     START,
     box_keys,
@@ -57,7 +59,11 @@ class WideTiles(Tiles):
     """Tiles of 64 queries, of which each warpgroup has half of the output's columns."""
 
     column_warpgroups: ClassVar[int] = 2
-    most_parts: ClassVar[int] = 16
+    most_parts: ClassVar[int] = 128
+
+    def merges_later(self, problem: Problem, parts: int) -> bool:
+        """As for `Tiles`: many, where all tiles that are split have as many."""
+        return parts > parting.MOST_PARTS and (not problem.causal or parting.varies(problem))
 
     def own_cols(self, value_dim: int) -> int:
         """As for `Tiles`: whole panels."""
@@ -78,7 +84,9 @@ def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     problem = problem.with_queries_as_heads
     tiles, least = _fastest_tiles(problem, device)
-    merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
+    merging = 0.0
+    if tiles.parts > 1:
+        merging = parting.merging_time(problem, tiles, tiles.parts, device.sm_count * tiles.blocks_per_sm)
     return (START + max(least, memory_time(problem, device) + merging)) / 1000
 
 
@@ -112,6 +120,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
             ("QUERY_SCALAR", problem.dtype),
             ("OUT_SCALAR", problem.output.name),
             ("OUTPUT_APART", _has_output_apart(problem, device, sizes)),
+            ("MERGE_GROUPS", MERGE_GROUPS),
+            ("MERGE_SMEM_BYTES", MERGE_SMEM_BYTES),
         ),
         launches=launches if grid else (),
         scratch=scratch,

@@ -1,43 +1,65 @@
 // Partial results of a tile of queries whose keys are split among blocks. The block with the last
-// part merges all others into its own: exactly (Milakov and Gimelshein 2018, section 3.1), and in
-// the order of the parts, so that every run gives the same bits. Parts are handed out in that
-// order, so a block only waits for blocks that have begun.
+// part merges all others into its own, or a launch of its own merges all (merged_parts.cuh):
+// exactly (Milakov and Gimelshein 2018, section 3.1), and always in the same order, so that every
+// run gives the same bits. Parts are handed out in that order, so a block only waits for blocks
+// that have begun.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
 
-// The result of a warpgroup, laid out by thread. Dims are the columns of its sums of O.
+// How sums of a thread's two rows are joined with those of another part.
+struct JoiningRows {
+    float shrink[2], weight[2];
+
+    // Joins the softmax of the other part with `joined`.
+    __device__ JoiningRows(RowPair& joined, const RowPair& other) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = joined.rows[half];
+            shrink[half] = row.raise_max(other.rows[half].max);
+            weight[half] = exp2_of(other.rows[half].max - row.shift());
+            row.sum += other.rows[half].sum * weight[half];
+        }
+    }
+    __device__ float join(float sum, float other, int half) const {
+        return sum * shrink[half] + other * weight[half];
+    }
+};
+
+// A warpgroup's sums of O, laid out by thread. Dims are their columns.
 template <int Dims>
-struct alignas(16) RowsOfPart {
+struct SumsOfPart {
     using Four = Pack<float, 4>;
     Four sums[Dims / 8][kWarpgroup];
+
+    __device__ void write(const WgmmaSums<Dims>& o) {
+#pragma unroll
+        for (int i = 0; i < Dims / 8; ++i)
+            sums[i][threadIdx.x % kWarpgroup] = {o[4 * i], o[4 * i + 1], o[4 * i + 2],
+                                                 o[4 * i + 3]};
+    }
+};
+
+// The result of a warpgroup.
+template <int Dims>
+struct alignas(16) RowsOfPart : SumsOfPart<Dims> {
+    using typename SumsOfPart<Dims>::Four;
+    using SumsOfPart<Dims>::sums;
     RowPair softmax[kWarpgroup];
 
     __device__ void write(const WgmmaSums<Dims>& o, const RowPair& found) {
-        const int thread = threadIdx.x % kWarpgroup;
-#pragma unroll
-        for (int i = 0; i < Dims / 8; ++i)
-            sums[i][thread] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
-        softmax[thread] = found;
+        SumsOfPart<Dims>::write(o);
+        softmax[threadIdx.x % kWarpgroup] = found;
     }
 
     __device__ void add_to(WgmmaSums<Dims>& o, RowPair& joined) const {
         const int thread = threadIdx.x % kWarpgroup;
-        const RowPair found = softmax[thread];
-        float shrink[2], weight[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            OnlineSoftmax& row = joined.rows[half];
-            shrink[half] = row.raise_max(found.rows[half].max);
-            weight[half] = exp2_of(found.rows[half].max - row.shift());
-            row.sum += found.rows[half].sum * weight[half];
-        }
+        const JoiningRows rows(joined, softmax[thread]);
 #pragma unroll
         for (int i = 0; i < Dims / 8; ++i) {
             const Four four = sums[i][thread];
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                o[4 * i + e] = o[4 * i + e] * shrink[e / 2] + four[e] * weight[e / 2];
+            for (int e = 0; e < 4; ++e) o[4 * i + e] = rows.join(o[4 * i + e], four[e], e / 2);
         }
     }
 };

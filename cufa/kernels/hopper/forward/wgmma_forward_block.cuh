@@ -55,9 +55,11 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struc
 // Beside another launch, some blocks begin only when that one ends, so no block has a tile of its
 // own.
 constexpr bool kLateBlocks = kLeastQueries > 0;
-// The same holds where blocks wait for parts of keys: a block takes a part only after running
-// blocks have taken those before it, however few blocks have an SM.
-constexpr bool kAsksFirst = kLateBlocks || kPartsKeys;
+// Whether parts of keys are merged by a launch of their own. Else blocks wait for parts, and the
+// same holds: a block takes a part only after running blocks have taken those before it, however
+// few blocks have an SM.
+constexpr bool kMergesLater = MERGES_LATER;
+constexpr bool kAsksFirst = kLateBlocks || (kPartsKeys && !kMergesLater);
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 // Where warpgroups divide the columns of O, each has so many whole panels, also of V.
@@ -168,6 +170,23 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
     const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
     return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
 }
+
+// Hands out the numbers of tiles after a block's first, or from the first on if kAsksFirst.
+template <bool MergesLater>
+struct TileHandout : TileCounter {
+    __device__ TileHandout(const ForwardParams& call, const Order& order)
+        : TileCounter{tiles_taken(call), order.count()} {}
+    __device__ int next() const { return kAsksFirst ? of_all() : after_own(); }
+};
+// Parts are about equally long. So if they are merged later, each block takes every gridDim.x-th,
+// and there is no count that a launch before would have to set.
+template <>
+struct TileHandout<true> {
+    int last = blockIdx.x;
+
+    __device__ TileHandout(const ForwardParams&, const Order&) {}
+    __device__ int next() { return last += gridDim.x; }
+};
 
 using TileRing = LabelledRing<kStages>;
 

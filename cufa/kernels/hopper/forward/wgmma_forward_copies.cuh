@@ -176,7 +176,7 @@ constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 template <class Smem>
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(params.call);
-    const TileCounter counter{tiles_taken(params.call), order.count()};
+    TileHandout<kMergesLater> handout(params.call, order);
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // keys and values of a tile have the same position
     RingPosition<1> bias_at;
@@ -184,7 +184,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] {
         if (kPaged && threadIdx.x != 0) return 0;
-        return kAsksFirst ? counter.of_all() : counter.after_own();
+        return handout.next();
     };
 
     unsigned int index = kAsksFirst ? uniform<kLanes>(ask()) : blockIdx.x;

@@ -4,6 +4,33 @@
 #include "hopper/forward/wgmma_forward_block.cuh"
 #include "scores/head_numbers.cuh"
 
+// Ends the softmax of a row of a head with its sink, and returns the factor of its sum of weighted
+// values; `output_scale` is that of the head's.
+__device__ inline float end_row(OnlineSoftmax& row, float output_scale, const Params& params,
+                                const WorkTile& work) {
+    float scale = output_scale;
+    if constexpr (kSink) scale *= row.add(sink_log2_of(params.call.features, work.head));
+    return scale * (row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum));
+}
+
+// By one warpgroup of those that share rows.
+__device__ inline void store_lse(const RowPair& softmax, const Params& params, const WorkTile& work,
+                                 int warpgroup) {
+    float* lse = static_cast<float*>(params.call.lse);
+    if (!lse || threadIdx.x % 4 != 0 || warpgroup % kColumnWarpgroups != 0) return;
+    const Sequence sequence = work.sequence(params.call);
+    const Sizes& sizes = params.call.sizes;
+    // The LSE is in the order of heads, then queries.
+    const int step = kQueriesAsHeads ? sizes.heads : 1;
+    lse += kQueriesAsHeads ? sequence.first_row(0, sizes) + work.head
+                           : sequence.first_row(work.head, sizes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = row_of(work, half);
+        if (row < sequence.seqlen_q) lse[row * step] = softmax.rows[half].lse();
+    }
+}
+
 // A warpgroup's rows of O, and their LSE. Dims are the columns of its sums.
 template <class Smem, int Dims>
 struct OutputRows {
@@ -19,10 +46,7 @@ struct OutputRows {
         for (int half = 0; half < 2; ++half) {
             OnlineSoftmax& row = softmax.rows[half];
             row.total<4>();
-            scale[half] = output_scale;
-            if constexpr (kSink)
-                scale[half] *= row.add(sink_log2_of(params.call.features, work.head));
-            scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
+            scale[half] = end_row(row, output_scale, params, work);
         }
         using Element = typename Smem::StoredRows::Element;
 #pragma unroll
@@ -37,7 +61,8 @@ struct OutputRows {
             round_to_operand<kCols, Element>(rounded, part);
             send_out<kCols>(rounded, work, col);
         }
-        store_lse(softmax, work);  // last, because the fence before a copy waits for earlier writes
+        // Last, because the fence before a copy waits for earlier writes.
+        store_lse(softmax, params, work, warpgroup);
     }
 
   private:
@@ -67,22 +92,6 @@ struct OutputRows {
         } else if (leader) {
             store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
                        col);
-        }
-    }
-
-    __device__ void store_lse(const RowPair& softmax, const WorkTile& work) const {
-        float* lse = static_cast<float*>(params.call.lse);
-        if (!lse || threadIdx.x % 4 != 0 || warpgroup % kColumnWarpgroups != 0) return;
-        const Sequence sequence = work.sequence(params.call);
-        const Sizes& sizes = params.call.sizes;
-        // The LSE is in the order of heads, then queries.
-        const int step = kQueriesAsHeads ? sizes.heads : 1;
-        lse += kQueriesAsHeads ? sequence.first_row(0, sizes) + work.head
-                               : sequence.first_row(work.head, sizes);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = row_of(work, half);
-            if (row < sequence.seqlen_q) lse[row * step] = softmax.rows[half].lse();
         }
     }
 };

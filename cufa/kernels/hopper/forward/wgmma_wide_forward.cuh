@@ -2,7 +2,7 @@
 // columns of O. They compute the weights of tiles of keys in turn, and hand them to each other.
 #pragma once
 
-#include "hopper/forward/key_parts.cuh"
+#include "hopper/forward/merged_parts.cuh"
 #include "hopper/forward/wgmma_forward_output.cuh"
 #include "hopper/forward/wgmma_forward_scores.cuh"
 
@@ -241,12 +241,16 @@ struct WideConsumer : ForwardScores<Self, Smem> {
 
     __device__ auto& own_values() { return own_columns(value_tiles(smem)[v_at.stage], warpgroup); }
 
-    // Writes a part of a tile, if it has several. The last part, or the only one, continues with
-    // the result of all.
+    // Writes a part of a tile, if it has several. The last part, unless parts are merged later, or
+    // the only one continues with the result of all.
     __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
         if constexpr (kPartsKeys) {
-            if (holds_part(work))
+            if (!holds_part(work)) return true;
+            if (!kMergesLater)
                 return KeyParts<kOwnCols>(params.call).join(o, softmax, work, warpgroup);
+            auto* const parts = parts_to_merge<kOwnCols>(params.call);
+            parts[work.first_part + work.part].write(o, softmax, warpgroup);
+            return false;
         }
         return true;
     }

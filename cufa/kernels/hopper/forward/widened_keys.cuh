@@ -75,7 +75,7 @@ class KeyWidener : public RowWidener<Tile> {
 class TakenTiles {
   public:
     __device__ explicit TakenTiles(const Params& params)
-        : call(params.call), order(call), counter{tiles_taken(call), order.count()} {}
+        : call(params.call), order(call), handout(call, order) {}
 
     // The next tile with queries and with keys of its own, or none.
     __device__ WorkTile next() {
@@ -88,19 +88,17 @@ class TakenTiles {
     }
 
   private:
-    __device__ unsigned int next_index() {
+    __device__ int next_index() {
         if (!kAsksFirst && first) {
             first = false;
             return blockIdx.x;
         }
-        unsigned int index = 0;
-        if (threadIdx.x == 0) index = kAsksFirst ? counter.of_all() : counter.after_own();
-        return uniform(index);
+        return uniform(threadIdx.x == 0 ? handout.next() : 0);
     }
 
     const ForwardParams& call;
     const Order order;
-    const TileCounter counter;
+    TileHandout<kMergesLater> handout;
     bool first = true;
 };
 

@@ -439,7 +439,7 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
 @pytest.mark.parametrize(
     ("call", "tiles", "message"),
     [
-        (problem(), {"parts": 5}, "parts must be 1 to 4"),
+        (problem(), {"parts": 17}, "parts must be 1 to 16"),
         (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys cannot be split so"),
         (replace(problem(), features=Features(window=(9, 9))), {"parts": 2}, "not split under a window"),
         (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not split under a window"),

@@ -39,12 +39,12 @@ class PartedTiles(TileSizes, Protocol):
 
 T = TypeVar("T", bound=PartedTiles)
 
-# The most parts that are worth splitting a tile into, of most kernels.
-MOST_PARTS = 4
+# The most parts that one block merges, and how many of them wait for no more than the last one.
+MOST_PARTS, FEW_PARTS = 16, 4
 # Nanoseconds on an H200. A part is written in float32 and read by another block: time per byte, and time to
 # wait per part. Then the time of a call until counters are 0.
 OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
-# The same for each part beyond the most: all parts of a tile are merged by one block.
+# The same for each part beyond a few: all parts of a tile are merged by one block.
 OF_FURTHER_PART = 1000
 # If a launch of its own merges parts: time to write one, per byte; time of that launch, and per byte of all.
 OF_WRITTEN_BYTE, MERGING, OF_MERGED_BYTE = 0.012, 2500, 0.0005
@@ -165,7 +165,7 @@ def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int) -> float:
     """The nanoseconds to write one of a tile's parts and, by the block with the last one, to merge it."""
     if tiles.merges_later(problem, parts):
         return OF_WRITTEN_BYTE * _part_bytes(problem, tiles)
-    further = OF_FURTHER_PART * max(0, parts - MOST_PARTS)
+    further = OF_FURTHER_PART * max(0, parts - FEW_PARTS)
     return OF_PART + OF_PART_BYTE * _part_bytes(problem, tiles) + further
 
 

@@ -63,7 +63,7 @@ class WideTiles(Tiles):
 
     def merges_later(self, problem: Problem, parts: int) -> bool:
         """As for `Tiles`: many, where all tiles that are split have as many."""
-        return parts > parting.MOST_PARTS and (not problem.causal or parting.varies(problem))
+        return parts > parting.FEW_PARTS and (not problem.causal or parting.varies(problem))
 
     def own_cols(self, value_dim: int) -> int:
         """As for `Tiles`: whole panels."""

@@ -267,6 +267,7 @@ VARIED_PARTS = [
     ((128, 96), 4, {"block_table", "causal"}),
     ((64, 64), 2, {"block_table", "packed", "causal", "sink"}),
     ((192, 192), 3, {"block_table"}),
+    ((64, 64), 8, {"block_table", "causal"}),
 ]
 
 

@@ -144,7 +144,7 @@ def test_descales_of_latents(rng):
     [
         ("float16", "widened_keys.cuh", "ptx::proxy_fence();"),
         ("float16", "widened_keys.cuh", "smem.k_ring.wait_empty(at);"),
-        ("bfloat16", "widened_keys.cuh", "ptx::proxy_fence();"),
+        ("bfloat16", "wgmma_forward_copies.cuh", "smem.q_ring[0].wait_full(at);"),
         (FLOAT8, "wgmma_forward_copies.cuh", "smem.q_ring[w].wait_empty(at);"),
     ],
 )
@@ -173,7 +173,7 @@ def test_queries_of_any_magnitude_beside_latents_in_8_bits(rng, exponent):
         (2, (512, 512), [("seqused_k",), ("causal",)]),
         (5, (512, 512), [(), ("causal",)]),
         (7, (320, 264), [("causal", "seqused_k", "sink"), ("packed", "softcap"), ("dropout", "block_table")]),
-        (6, (40, 312), [("alibi_slopes", "sink")]),
+        (6, (40, 312), [("alibi_slopes", "sink"), ("seqused_k",)]),
     ],
 )
 def test_parts_of_keys(rng, parts, dims, sets):

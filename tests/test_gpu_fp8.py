@@ -67,7 +67,7 @@ def test_lengths(cupy, rng, dims, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 176), (256, 256)])
 def test_keys_in_parts(cupy, rng, dims, causal, transposes):
-    for lengths, parts in [((3000, 2900), 2), ((700, 4500), 3), ((300, 8000), 4)]:
+    for lengths, parts in [((3000, 2900), 2), ((700, 4500), 3), ((300, 8000), 13)]:
         problem = draw(rng, *lengths, dims=dims, batch=1)
         problem.v[0, lengths[1] // 2, 1, 5] = np.nan
         problem = with_values_transposed(problem) if transposes else problem

@@ -116,7 +116,7 @@ def test_keys_are_read_once_if_values_are_in_them():
 
 
 def test_many_parts_have_a_launch_that_merges_them():
-    """Unless it is known that tiles see different numbers of keys."""
+    """Not under a causal mask, where tiles see different numbers of keys."""
     call = replace(LATENT, batch=1)
     in_pages = replace(call, features=Features(page_size=64, seqused_k=True))
     for same in (call, in_pages):
@@ -127,6 +127,8 @@ def test_many_parts_have_a_launch_that_merges_them():
             ("merge_parts", 2 * 512 // 8),
         ]
         assert [(each.name, each.shape) for each in plan.scratch] == [("parts", (18, 64 * (512 + 2)))]
+    full = replace(problem(512), batch=H200.sm_count, seqlen_q=64, heads=1, kv_heads=1)
+    assert [each.entry for each in make_plan(full, H200, NAME, {"parts": 9}).launches] == [NAME]
     for other, parts in [(call, 4), (problem(512, causal=True), 5)]:
         plan = make_plan(other, H200, NAME, {"parts": parts})
         assert [each.entry for each in plan.launches] == ["clear_counts", NAME]

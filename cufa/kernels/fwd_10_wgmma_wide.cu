@@ -10,8 +10,8 @@
 // the values may be in 8 bits, and Q then too. They are widened to float16 on their way
 // (widened_keys.cuh), and products are in float16 even if Q is in bfloat16.
 //
-// Launches: clear_counts, if keys are split into few parts; fwd_10_wgmma_wide; merge_parts, if into
-//           many
+// Launches: fwd_10_wgmma_wide; before it clear_counts, if keys are split into few parts or under a
+//           causal mask, or after it merge_parts, if into many
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -21,8 +21,8 @@
 //          of O, and the weights of every other tile of keys
 // Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
 //          its way out; the weights of a tile
-// Global   workspace: the number of tiles taken, 0 between launches; partial results of tiles whose
-//          keys are split (key_parts.cuh, merged_parts.cuh)
+// Global   workspace: the number of tiles taken, 0 between launches, and partial results of tiles
+//          whose keys are split (key_parts.cuh); or such results alone (merged_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes; with keys in 8 bits also
 //          V in K, and a head dim that is a multiple of 16
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
@@ -69,6 +69,11 @@ struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
 };
 static_assert(kQueryStages == 1, "there is room for one tile of queries");
 
+// The factor of a head's sums of weighted values.
+__device__ inline float output_scale_of(const Params& params, const HeadScales& descaled) {
+    return kWidensKeys ? descaled.output : kept_scale(params.call.features);
+}
+
 struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     Scale current_scale;
     HeadScales descaled;  // of the current tile, if keys are in 8 bits
@@ -87,9 +92,7 @@ struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     __device__ float softmax_scale() const {
         return kWidensKeys ? descaled.scores : params.call.softmax_scale;
     }
-    __device__ float output_scale() const {
-        return kWidensKeys ? descaled.output : kept_scale(params.call.features);
-    }
+    __device__ float output_scale() const { return output_scale_of(params, descaled); }
 };
 
 // What the warps that do not compute do. A template, so that only one way is compiled.
@@ -107,8 +110,7 @@ __device__ inline void bring(Smem& smem, const Params& params) {
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     merge_parts(const __grid_constant__ Params params) {
     merge_parts_of_tiles<kOwnCols, out_t>(params, [&](const WorkTile& work) {
-        if (kWidensKeys) return HeadScales(params.call, work.batch, work.kv_head).output;
-        return kept_scale(params.call.features);
+        return output_scale_of(params, HeadScales(params.call, work.batch, work.kv_head));
     });
 }
 

@@ -7,8 +7,7 @@ the block with the last part merges them (hopper/forward/key_parts.cuh). This is
 2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts.
 
 One block has no way to the L2 cache that is wide enough for many parts. So with head dims over 256 a launch
-of its own merges them (hopper/forward/merged_parts.cuh), unless tiles are known to see different numbers
-of keys.
+of its own merges them (hopper/forward/merged_parts.cuh), except under a causal mask.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class PartedTiles(TileSizes, Protocol):
 
 T = TypeVar("T", bound=PartedTiles)
 
-# The most parts that one block merges, and how many of them wait for no more than the last one.
+# The most parts that one block merges, and up to how many of them cost no further time.
 MOST_PARTS, FEW_PARTS = 16, 4
 # Nanoseconds on an H200. A part is written in float32 and read by another block: time per byte, and time to
 # wait per part. Then the time of a call until counters are 0.
@@ -55,9 +54,9 @@ WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
 UNKNOWN_IS_WORTH_IT = 0.9
 
 
-def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
+def unsuited(problem: Problem, tiles: PartedTiles, parts: int) -> str | None:
     """None if keys can be split like this, else the reason."""
-    return _unsuited_features(problem) or _unsuited_parts(problem, _key_tiles(problem, tiles), parts)
+    return _unsuited_features(problem) or _unsuited_parts(problem, tiles, _key_tiles(problem, tiles), parts)
 
 
 def _unsuited_features(problem: Problem) -> str | None:
@@ -69,7 +68,9 @@ def _unsuited_features(problem: Problem) -> str | None:
     return None
 
 
-def _unsuited_parts(problem: Problem, key_tiles: list[int], parts: int) -> str | None:
+def _unsuited_parts(problem: Problem, tiles: PartedTiles, key_tiles: list[int], parts: int) -> str | None:
+    if parts > MOST_PARTS and not tiles.merges_later(problem, parts):
+        return f"{parts} parts are more than one block merges, {MOST_PARTS}"
     if varies(problem):
         return None
     if not problem.causal:
@@ -140,7 +141,7 @@ def fastest(
         if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
             continue
         for parts in range(2, tiles.most_parts + 1):
-            if _unsuited_parts(problem, key_tiles, parts) is None:
+            if _unsuited_parts(problem, tiles, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
                 if time < gains * least:
@@ -154,18 +155,21 @@ def merging_time(problem: Problem, tiles: PartedTiles, parts: int, blocks: int) 
     if tiles.merges_later(problem, parts):
         parted = parting_of(problem, tiles, parts, blocks)
         in_all = parted.count - parted.whole
-    return _time_of_merging(problem, tiles, parts, in_all) + _time_of_part(problem, tiles, parts)
+    return _time_of_merging(problem, tiles, parts, in_all) + _time_of_part(problem, tiles, parts, parts)
 
 
 def _part_bytes(problem: Problem, tiles: PartedTiles) -> int:
     return tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
 
 
-def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int) -> float:
-    """The nanoseconds to write one of a tile's parts and, by the block with the last one, to merge it."""
+def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int, of_tile: int) -> float:
+    """The nanoseconds to write one of a tile's parts and, by the block with the last one, to merge it.
+
+    The longest tiles have `parts` parts, this one `of_tile`.
+    """
     if tiles.merges_later(problem, parts):
         return OF_WRITTEN_BYTE * _part_bytes(problem, tiles)
-    further = OF_FURTHER_PART * max(0, parts - FEW_PARTS)
+    further = OF_FURTHER_PART * max(0, of_tile - FEW_PARTS)
     return OF_PART + OF_PART_BYTE * _part_bytes(problem, tiles) + further
 
 
@@ -183,7 +187,7 @@ def _time(
 
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""
-        of_part = _time_of_part(problem, tiles, count) if count > 1 else 0
+        of_part = _time_of_part(problem, tiles, parts, count) if count > 1 else 0
         return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part
 
     if not problem.causal and not varies(problem):

@@ -98,8 +98,9 @@ def launches_of_parts(
         columns = tiles.consumers * tiles.own_cols(problem.value_dim) // MERGED_COLUMNS
         threads = MERGE_GROUPS * WARPGROUP
         merge = Launch("merge_parts", split * columns, threads, MERGE_SMEM_BYTES, overlaps=True)
-        return (main, merge), _scratch_to_merge(problem, tiles, parted), parted
-    launches = Launch("clear_counts", 1, tiles.threads), replace(main, overlaps=True)
+        launches = (main, merge) if split else (main,)
+        return launches, _scratch_to_merge(problem, tiles, parted), parted
+    launches = (Launch("clear_counts", 1, tiles.threads), replace(main, overlaps=True))
     return launches, _parts_scratch(problem, tiles, parted), parted
 
 

@@ -62,8 +62,8 @@ class WideTiles(Tiles):
     most_parts: ClassVar[int] = 128
 
     def merges_later(self, problem: Problem, parts: int) -> bool:
-        """As for `Tiles`: many, where all tiles that are split have as many."""
-        return parts > parting.FEW_PARTS and (not problem.causal or parting.varies(problem))
+        """As for `Tiles`: many, if tiles do not see different numbers of keys."""
+        return parts > parting.FEW_PARTS and not problem.causal
 
     def own_cols(self, value_dim: int) -> int:
         """As for `Tiles`: whole panels."""
@@ -91,7 +91,7 @@ def price(problem: Problem, device: Device) -> float:
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
-    """`fwd_10_wgmma_wide`: blocks that stay for many tiles, after `clear_counts` if keys are split."""
+    """`fwd_10_wgmma_wide`: blocks that stay for many tiles, and a launch beside if keys are split."""
     problem = problem.with_queries_as_heads
     best, _ = _fastest_tiles(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))

@@ -1,8 +1,8 @@
 // Partial results of a tile of queries whose keys are split among blocks. The block with the last
 // part merges all others into its own, or a launch of its own merges all (merged_parts.cuh):
 // exactly (Milakov and Gimelshein 2018, section 3.1), and always in the same order, so that every
-// run gives the same bits. Parts are handed out in that order, so a block only waits for blocks
-// that have begun.
+// run gives the same bits. Where blocks merge, parts are handed out in order, so that a block only
+// waits for blocks that have begun.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"

@@ -49,6 +49,8 @@ struct MergeSmem {
     MergedColumns of_groups[kMergeGroups][kWarpgroup];
 };
 
+static_assert(!kMergesLater || !kRangeMask, "there the order of tiles depends on the launch");
+
 // One of the blocks, for a tile of queries and eight columns of O. `output_scale(work)` is the
 // factor of a head's sums of weighted values.
 template <int Dims, class Element, class OutputScale>
@@ -67,8 +69,9 @@ class PartMerger {
         const ForwardParams& call = params.call;
         const int tile = blockIdx.x / (kColumns * kColumnWarpgroups);
         WorkTile work = Order(call).at(call.parting.whole + tile * call.parting.parts);
-        has_part(call, work);         // limits the number of parts
-        if (work.parts == 1) return;  // its block has stored it
+        has_part(call, work);  // limits the number of parts
+        const bool stored = work.parts == 1, empty = work.first_row >= work.sequence(call).seqlen_q;
+        if (stored || (kPacked && empty)) return;
 
         smem.of_groups[group][thread] = merged_by_group(work);
         __syncthreads();

@@ -178,8 +178,8 @@ struct TileHandout : TileCounter {
         : TileCounter{tiles_taken(call), order.count()} {}
     __device__ int next() const { return kAsksFirst ? of_all() : after_own(); }
 };
-// Parts are about equally long. So if they are merged later, each block takes every gridDim.x-th,
-// and there is no count that a launch before would have to set.
+// If parts are merged later, there are about as many as blocks. So each block takes every
+// gridDim.x-th, without a count that a launch before would have to set.
 template <>
 struct TileHandout<true> {
     int last = blockIdx.x;

@@ -2,6 +2,7 @@
 // columns of O. They compute the weights of tiles of keys in turn, and hand them to each other.
 #pragma once
 
+#include "hopper/forward/key_parts.cuh"
 #include "hopper/forward/merged_parts.cuh"
 #include "hopper/forward/wgmma_forward_output.cuh"
 #include "hopper/forward/wgmma_forward_scores.cuh"

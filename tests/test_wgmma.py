@@ -15,6 +15,7 @@ from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.choice import query_tiles, typical
 from cufa.plan.pace import keys_of_tile
+from cufa.plan.parting import numbers_of_parts
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, candidates, parts_leave_registers
 from cufa.problem import Features, Problem
@@ -449,6 +450,16 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
 def test_parts_that_cannot_be_are_refused(call, tiles, message):
     with pytest.raises(ValueError, match=message):
         plan_of(call, **tiles)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 5, 16, 100])
+def test_only_parts_that_are_shorter_than_fewer_ones_are_tried(keys):
+    def longest(parts):
+        return -(-keys // parts)
+
+    for parts in range(2, 17):
+        shorter = all(longest(parts) < longest(fewer) for fewer in range(1, parts))
+        assert (parts in numbers_of_parts(keys, 16)) == shorter
 
 
 PARTED = [

@@ -12,6 +12,7 @@ of its own merges them (hopper/forward/merged_parts.cuh), except under a causal 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeVar
@@ -140,13 +141,20 @@ def fastest(
         # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
         if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
             continue
-        for parts in range(2, tiles.most_parts + 1):
+        for parts in numbers_of_parts(max(key_tiles), tiles.most_parts):
             if _unsuited_parts(problem, tiles, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
                 if time < gains * least:
                     best, least = (tiles, parts, time), time
     return best
+
+
+@functools.lru_cache
+def numbers_of_parts(keys: int, most: int) -> tuple[int, ...]:
+    """The numbers of parts, up to `most`, that leave the longest tile shorter parts than fewer ones do."""
+    lengths = [ceil_div(keys, parts) for parts in range(1, most + 1)]
+    return tuple(parts for parts in range(2, most + 1) if lengths[parts - 1] < lengths[parts - 2])
 
 
 def merging_time(problem: Problem, tiles: PartedTiles, parts: int, blocks: int) -> float:

@@ -203,11 +203,10 @@ def _time(
         last_round = ceil_div(left * parts, blocks) * time_of(max(key_tiles), parts)
         merging = _time_of_merging(problem, tiles, parts, left * parts)
         return merging + rounds * time_of(max(key_tiles), 1) + last_round
-    of_head = [
-        time_of(keys, count)
-        for keys, count in zip(key_tiles, _in_parts(problem, key_tiles, parts), strict=True)
-        for _ in range(count)
-    ]
+    in_parts = _in_parts(problem, key_tiles, parts)
+    of_head: list[float] = []
+    for keys, count in zip(key_tiles, in_parts, strict=True):
+        of_head += [time_of(keys, count)] * count
     of_head.sort(reverse=True)
     heads = problem.batch * problem.heads
     least = max(heads * sum(of_head) / blocks, of_head[0])

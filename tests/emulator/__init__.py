@@ -180,10 +180,13 @@ class Module:
         `params` is the kernel's parameter, one struct. `buffers` are the arrays whose addresses are in it,
         by the names that reports shall give them; a kernel may write to those only that are writeable.
 
-        Raises EmulatorError if the kernel touches other memory, reads shared memory that no thread wrote,
-        misaligns a vector, has a race, if its threads wait for each other for ever, or if one of its blocks
-        has not come to an end after `max_steps` pieces of code without a jump.
+        Raises ValueError without blocks, as a driver refuses such a launch, and EmulatorError if the kernel
+        touches other memory, reads shared memory that no thread wrote, misaligns a vector, has a race, if its
+        threads wait for each other for ever, or if one of its blocks has not come to an end after `max_steps`
+        pieces of code without a jump.
         """
+        if grid == 0:
+            raise ValueError(f"{entry} would be launched without blocks")
         record = _Entry.in_dll(self._library, f"entry_of_{entry}")
         if len(params) != record.params_bytes:
             raise ValueError(

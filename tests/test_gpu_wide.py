@@ -102,7 +102,7 @@ def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, parts):
     def attend(queries, keys, **descales):
         (shape, own_dtype), of_lse = results_of(case)
         out = cupy.full(shape, np.nan, np.float16 if dtype == FLOAT8 else own_dtype)
-        lse = cupy.full(*of_lse[:1], np.nan, of_lse[1])
+        lse = cupy.full(of_lse[0], np.nan, of_lse[1])
         cufa.attention(queries, keys, keys[..., :512], **options, **descales, out=out, lse=lse)
         return out, lse
 

@@ -33,6 +33,14 @@ class PartedTiles(TileSizes, Protocol):
 
     most_parts: ClassVar[int]
 
+    @property
+    def parts(self) -> int:
+        """Parts of the longest tile's keys."""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that an SM runs at once."""
+
     def merges_later(self, problem: Problem, parts: int) -> bool:
         """Whether so many parts are merged by a launch of their own, not by the block with the last one."""
 
@@ -157,11 +165,13 @@ def numbers_of_parts(keys: int, most: int) -> tuple[int, ...]:
     return tuple(parts for parts in range(2, most + 1) if lengths[parts - 1] < lengths[parts - 2])
 
 
-def merging_time(problem: Problem, tiles: PartedTiles, parts: int, blocks: int) -> float:
-    """The nanoseconds that a call whose tiles have parts takes for that, in which it reads no keys."""
-    in_all = 0
+def merging_time(problem: Problem, tiles: PartedTiles, device: Device) -> float:
+    """The nanoseconds that a call takes for the parts of its tiles, in which it reads no keys."""
+    parts, in_all = tiles.parts, 0
+    if parts == 1:
+        return 0
     if tiles.merges_later(problem, parts):
-        parted = parting_of(problem, tiles, parts, blocks)
+        parted = parting_of(problem, tiles, parts, device.sm_count * tiles.blocks_per_sm)
         in_all = parted.count - parted.whole
     return _time_of_merging(problem, tiles, parts, in_all) + _time_of_part(problem, tiles, parts, parts)
 

@@ -45,10 +45,8 @@ def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     tiles, least = fastest_tiles(problem, device, frozenset())
     start = CUT_START if is_cut(problem) else START
-    merging = 0.0
-    if tiles.parts > 1:
-        merging = merging_time(problem, tiles, tiles.parts, device.sm_count * tiles.blocks_per_sm)
-    return (start + max(least, memory_time(problem, device) + merging)) / 1000
+    reading = memory_time(problem, device) + merging_time(problem, tiles, device)
+    return (start + max(least, reading)) / 1000
 
 
 def beside(problem: Problem, device: Device, typical: Problem) -> Decisions:

@@ -84,10 +84,8 @@ def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     problem = problem.with_queries_as_heads
     tiles, least = _fastest_tiles(problem, device)
-    merging = 0.0
-    if tiles.parts > 1:
-        merging = parting.merging_time(problem, tiles, tiles.parts, device.sm_count * tiles.blocks_per_sm)
-    return (START + max(least, memory_time(problem, device) + merging)) / 1000
+    reading = memory_time(problem, device) + parting.merging_time(problem, tiles, device)
+    return (START + max(least, reading)) / 1000
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:

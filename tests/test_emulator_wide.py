@@ -116,6 +116,8 @@ def check_latents(case, descales, tiles=None, **options):
         ((576, 512), "float16", ("causal", "softcap", "block_table"), {"block_n": 64, "stages": 2}),
         ((272, 264), "float16", ("window", "packed"), {"block_n": 32}),
         ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "parts": 3}),
+        ((272, 256), "float16", ("softcap", "seqused_k"), {"block_n": 32, "shares": 3}),
+        ((320, 320), FLOAT8, ("block_table", "seqused_k"), {"block_n": 32, "shares": 5}),
         ((576, 512), FLOAT8, ("causal", "packed"), {"block_n": 64, "stages": 2}),
         ((336, 320), FLOAT8, ("alibi_slopes", "block_table"), {"block_n": 32, "parts": 2}),
     ],
@@ -181,6 +183,25 @@ def test_parts_of_keys(rng, parts, dims, sets):
     for features in sets:
         case = draw_case(rng, "float16", features, seqlen_q=100, seqlen_k=230, **sizes_of(dims))
         check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shares", "dims", "sizes", "sets"),
+    [
+        (5, (512, 512), {"heads": 2, "kv_heads": 2, "batch": 3}, [(), ("seqused_k",)]),
+        (2, (320, 264), {"heads": 2, "batch": 5}, [("seqused_k", "block_table", "sink"), ("block_table",)]),
+        (9, (320, 264), {"heads": 1, "batch": 2}, [("dropout", "seqused_k"), ("softcap", "block_table")]),
+        (7, (40, 312), {"heads": 2, "batch": 4}, [("alibi_slopes", "sink", "seqused_k")]),
+    ],
+)
+def test_shares_of_keys(rng, shares, dims, sizes, sets):
+    """Of fewer tiles of keys than shares, of more, and of none; tiles in few parts and in many."""
+    for features in sets:
+        for seqlen_k in (20, 230):
+            case = draw_case(
+                rng, "float16", features, seqlen_q=70, seqlen_k=seqlen_k, **sizes_of(dims) | sizes
+            )
+            check(case, {"block_n": 32, "shares": shares})
 
 
 def test_groups_of_threads_wait_for_each_others_parts(rng, tmp_path):

@@ -53,6 +53,38 @@ def test_parts_of_keys(cupy, rng, parts, features):
     check_forward(cupy, case, kernel=KERNEL, tiles={"parts": parts})
 
 
+@pytest.mark.parametrize("lengths", [(7, 2000), (40, 300)])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "features"),
+    [
+        (128, 1, ("seqused_k",)),
+        (128, 3, ("causal", "seqused_k", "block_table")),
+        (70, 2, ("seqused_k", "softcap")),
+        (130, 1, ("block_table",)),
+    ],
+)
+def test_shares_of_keys(cupy, rng, heads, seqlen_q, features, lengths):
+    """Of latents: few tiles in many parts, and many in few; the same bits in every repeat."""
+    sizes = {"batch": lengths[0], "heads": heads, "kv_heads": 1, "page_sizes": HOPPER_PAGE_SIZES}
+    case = draw(rng, features, "float16", seqlen_q, lengths[1], (576, 512), **sizes)
+    case = replace(case, problem=replace(case.problem, v=case.problem.k[..., :512]))
+    q, k, *_ = tensors(cupy, case)
+
+    def attend(shares):
+        out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+        options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": {"shares": shares}}
+        cufa.attention(q, k, k[..., :512], **options, out=out, lse=lse)
+        return out, lse
+
+    for shares in (2, 20):
+        first = attend(shares)
+        with np.errstate(invalid="ignore"):
+            assert_attention(*written(case, *first), case.problem, **case.forward)
+        for _ in range(20):
+            for one, other in zip(first, attend(shares), strict=True):
+                assert bool((one.view("u2") == other.view("u2")).all())
+
+
 @pytest.mark.parametrize(
     ("dims", "features"),
     [
@@ -76,18 +108,20 @@ def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "lengths", "features", "parts"),
+    ("dtype", "heads", "lengths", "features", "tiles"),
     [
-        ("bfloat16", 128, (1, 3000), (), 3),
-        ("bfloat16", 128, (3, 700), ("causal", "seqused_k"), 1),
-        ("float16", 6, (300, 900), ("causal", "packed"), 1),
-        ("float16", 6, (500, 1300), ("window", "softcap"), 1),
-        ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), 5),
-        (FLOAT8, 128, (1, 3000), ("block_table",), 3),
-        (FLOAT8, 6, (300, 900), ("causal", "alibi_slopes"), 1),
+        ("bfloat16", 128, (1, 3000), (), {"parts": 3}),
+        ("bfloat16", 128, (3, 700), ("causal", "seqused_k"), {}),
+        ("float16", 6, (300, 900), ("causal", "packed"), {}),
+        ("float16", 6, (500, 1300), ("window", "softcap"), {}),
+        ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), {"parts": 5}),
+        (FLOAT8, 128, (1, 3000), ("block_table",), {"parts": 3}),
+        (FLOAT8, 128, (3, 3000), ("block_table", "seqused_k"), {"shares": 20}),
+        ("bfloat16", 128, (2, 900), ("causal", "seqused_k"), {"shares": 30}),
+        (FLOAT8, 6, (300, 900), ("causal", "alibi_slopes"), {}),
     ],
 )
-def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, parts):
+def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, tiles):
     """By the rule; without descales the same bits in every repeat, and as with everything in float16."""
     sizes = {"heads": heads, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
     of_lengths = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "page_sizes": HOPPER_PAGE_SIZES}
@@ -97,7 +131,7 @@ def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, parts):
     hide_nan(case)
     problem = replace(case.problem, v=case.problem.k[..., :512])
     q, k = (cupy.asarray(as_bytes(x)).view(x.dtype) for x in (problem.q, problem.k))
-    options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": {"parts": parts}}
+    options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": tiles}
 
     def attend(queries, keys, **descales):
         (shape, own_dtype), of_lse = results_of(case)

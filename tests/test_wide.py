@@ -1,5 +1,6 @@
 """Head dims over 256 on Hopper: plans, and what the compiler makes of the kernel. None of it needs a GPU."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,7 @@ FEATURES = {
     "dropout and sink": Features(dropout=True, sink=True),
     "packed": Features(packed=True),
     "pages": Features(page_size=16, seqused_k=True),
+    "lengths": Features(seqused_k=True),
 }
 
 
@@ -56,11 +58,11 @@ def test_no_spill_and_no_product_in_series(features, dims, causal):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("features", ["nothing", "pages"])
-def test_no_spill_of_latent_attention(features, parts):
+@pytest.mark.parametrize("tiles", [{"parts": 1}, {"parts": 2}, {"shares": 66}])
+@pytest.mark.parametrize("features", ["nothing", "pages", "lengths"])
+def test_no_spill_of_latent_attention(features, tiles):
     call = replace(LATENT, features=FEATURES[features])
-    assert jit.build(make_plan(call, H200, NAME, {"parts": parts}).variant).warnings == ()
+    assert jit.build(make_plan(call, H200, NAME, tiles).variant).warnings == ()
 
 
 @pytest.mark.sampled(3)
@@ -69,7 +71,14 @@ def test_no_spill_of_latent_attention(features, parts):
 def test_no_spill_of_latents_in_8_bits(features, dtype):
     of_keys = None if dtype == FLOAT8 else FLOAT8
     call = replace(LATENT, dtype=dtype, kv_dtype=of_keys, features=FEATURES[features])
-    assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
+    plan = make_plan(call, H200, NAME)
+    warnings = jit.build(plan.variant).warnings
+    if plan.tiles["shares"] == 1:
+        assert warnings == ()
+    # The walk through a share: some words, once per tile of queries.
+    assert all(
+        re.fullmatch(rf"{NAME}: \d\d? bytes spill stores, \d\d? bytes spill loads", w) for w in warnings
+    )
 
 
 @pytest.mark.sampled(3)
@@ -100,6 +109,7 @@ def test_any_dims_fit(head_dim, value_dim, features):
         (replace(LATENT_8_BITS, values_in_keys=False), "fwd_8_split_kv"),
         (replace(LATENT, dtype=FLOAT8), NAME),
         (replace(LATENT, dtype=FLOAT8, heads=16), "fwd_8_split_kv"),
+        (replace(LATENT, batch=2, seqlen_k=1000, features=Features(seqused_k=True)), NAME),
     ],
 )
 def test_which_calls_it_gets(call, kernel):
@@ -134,12 +144,51 @@ def test_many_parts_have_a_launch_that_merges_them():
         assert [each.entry for each in plan.launches] == ["clear_counts", NAME]
 
 
+# Calls of latent attention, and how many shares their keys have.
+SHARES = [
+    ({"features": Features(seqused_k=True)}, 66),  # of two tiles of 64 heads each, for 132 SMs
+    ({"features": Features(page_size=64, seqused_k=True), "seqlen_q": 3, "causal": True}, 22),
+    ({"features": Features(seqused_k=True), "batch": 8, "seqlen_k": 500}, 64),  # no more than tiles of keys
+    ({"features": Features(seqused_k=True), "batch": 1}, 1),  # many parts are as good
+    ({"features": Features(seqused_k=True), "batch": 64, "seqlen_k": 1000}, 1),  # merging would take longer
+    ({"features": Features(page_size=64)}, 1),  # the lengths are known, and two parts are as good
+    ({"batch": 40}, 66),  # 80 tiles cannot be split evenly
+    ({"batch": 66}, 1),
+    ({"features": Features(packed=True)}, 1),
+    ({"features": Features(seqused_k=True), "seqlen_q": 128, "causal": True}, 1),
+    ({"features": Features(seqused_k=True), "seqlen_q": 70}, 1),  # 140 tiles see the same keys
+]
+
+
+@pytest.mark.parametrize(("change", "shares"), SHARES)
+def test_shares_keep_all_busy_whatever_the_lengths(change, shares):
+    assert make_plan(replace(LATENT, **change), H200, NAME).tiles["shares"] == shares
+
+
+def test_shares_have_a_launch_that_merges_them():
+    plan = make_plan(replace(LATENT, features=Features(seqused_k=True)), H200)
+    assert [(each.entry, each.grid) for each in plan.launches] == [(NAME, 132), ("merge_parts", 16 * 132)]
+    assert [(each.name, each.shape) for each in plan.scratch] == [
+        ("tiles to merge", (132, 64 // 4)),
+        ("parts", (2 * 132, 64 * (512 + 2))),
+    ]
+    assert "keys in 66 equal shares" in str(plan)
+    for change, message in [
+        ({"features": Features(packed=True)}, "keys are not shared out packed"),
+        ({"seqlen_q": 128, "causal": True}, "keys are not shared out under a causal mask"),
+        ({"features": Features(window=(9, 9))}, "keys are not split under a window"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_plan(replace(LATENT, **change), H200, NAME, {"shares": 9})
+
+
 def test_tiles_that_it_cannot_have():
     for tiles, message in [
         ({"block_m": 128}, "block_m must be 64"),
         ({"query_stages": 2}, "query_stages must be 1"),
         ({"stages": 1}, "stages must be at least 2"),
         ({"parts": 129}, "parts must be 1 to 128"),
+        ({"parts": 2, "shares": 9}, "parts and shares cannot both be over 1"),
         ({"block_n": 48}, "232,448 bytes"),
         ({"store_cols": 192}, "store_cols must divide 256"),
     ]:

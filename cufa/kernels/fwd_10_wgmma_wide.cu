@@ -11,7 +11,7 @@
 // (widened_keys.cuh), and products are in float16 even if Q is in bfloat16.
 //
 // Launches: fwd_10_wgmma_wide; before it clear_counts, if keys are split into few parts or under a
-//           causal mask, or after it merge_parts, if into many
+//           causal mask, or after it merge_parts, if into many or into equal shares
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -22,7 +22,8 @@
 // Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
 //          its way out; the weights of a tile
 // Global   workspace: the number of tiles taken, 0 between launches, and partial results of tiles
-//          whose keys are split (key_parts.cuh); or such results alone (merged_parts.cuh)
+//          whose keys are split (key_parts.cuh); or such results alone (merged_parts.cuh), after
+//          the tiles to merge if blocks have equal shares of the keys (share_walk.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes; with keys in 8 bits also
 //          V in K, and a head dim that is a multiple of 16
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless

@@ -4,7 +4,8 @@ Blocks take tiles of queries until none are left. In the last round some SMs hav
 132 SMs, 76 are idle in the eleventh round. Under a causal mask with few heads, the last queries take longer
 than all SMs together need. So the keys of such tiles are split into parts. Each block leaves its result, and
 the block with the last part merges them (hopper/forward/key_parts.cuh). This is like stream-K (Osama et al.
-2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts.
+2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts,
+or blocks have equal shares of the keys of all tiles (plan/shares.py).
 
 One block has no way to the L2 cache that is wide enough for many parts. So with head dims over 256 a launch
 of its own merges them (hopper/forward/merged_parts.cuh), except under a causal mask.
@@ -65,10 +66,11 @@ UNKNOWN_IS_WORTH_IT = 0.9
 
 def unsuited(problem: Problem, tiles: PartedTiles, parts: int) -> str | None:
     """None if keys can be split like this, else the reason."""
-    return _unsuited_features(problem) or _unsuited_parts(problem, tiles, _key_tiles(problem, tiles), parts)
+    return unsuited_features(problem) or _unsuited_parts(problem, tiles, _key_tiles(problem, tiles), parts)
 
 
-def _unsuited_features(problem: Problem) -> str | None:
+def unsuited_features(problem: Problem) -> str | None:
+    """None if there is nothing in a call because of which keys are not split, else the reason."""
     features = problem.features
     if features.key_mask or features.windowed:
         return "keys are not split under a window, a mask or a mask_mod"
@@ -134,7 +136,7 @@ def fastest(
     Parts must take less than `worth_it` of that.
     """
     best = None
-    if _unsuited_features(problem) is not None:
+    if unsuited_features(problem) is not None:
         return None
     counts_vary = varies(problem)
     if counts_vary:
@@ -176,7 +178,8 @@ def merging_time(problem: Problem, tiles: PartedTiles, device: Device) -> float:
     return _time_of_merging(problem, tiles, parts, in_all) + _time_of_part(problem, tiles, parts, parts)
 
 
-def _part_bytes(problem: Problem, tiles: PartedTiles) -> int:
+def part_bytes(problem: Problem, tiles: TileSizes) -> int:
+    """The size of a part's sums of O."""
     return tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
 
 
@@ -186,15 +189,15 @@ def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int, of_tile: int
     The longest tiles have `parts` parts, this one `of_tile`.
     """
     if tiles.merges_later(problem, parts):
-        return OF_WRITTEN_BYTE * _part_bytes(problem, tiles)
+        return OF_WRITTEN_BYTE * part_bytes(problem, tiles)
     further = OF_FURTHER_PART * max(0, of_tile - FEW_PARTS)
-    return OF_PART + OF_PART_BYTE * _part_bytes(problem, tiles) + further
+    return OF_PART + OF_PART_BYTE * part_bytes(problem, tiles) + further
 
 
 def _time_of_merging(problem: Problem, tiles: PartedTiles, parts: int, in_all: int) -> float:
     """The nanoseconds of the launch that merges the parts, of which there are so many, or clears counters."""
     if tiles.merges_later(problem, parts):
-        return MERGING + OF_MERGED_BYTE * _part_bytes(problem, tiles) * in_all
+        return MERGING + OF_MERGED_BYTE * part_bytes(problem, tiles) * in_all
     return CLEARING
 
 

@@ -26,8 +26,8 @@ from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.problem import BYTE_BITS, Problem
 from cufa.rounding import round_up
 
-# For a tile of queries and, if keys are split, the part of it.
-WORK_TILE_BYTES, PART_OF_KEYS_BYTES = 16, 8
+# For a tile of queries, besides which of its keys a block has.
+WORK_TILE_BYTES = 16
 # The findings of four warps about a tile of V.
 FINDINGS_BYTES = 16
 # Scores whose visibility a word holds.
@@ -38,13 +38,12 @@ BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
 BESIDE_WIDENING = 192
 # Of the launch that merges parts (merged_parts.cuh): columns of O for a block, groups of its threads, each as
-# many as a warpgroup, and bytes of shared memory, 32 for each thread.
-MERGED_COLUMNS, MERGE_GROUPS = 8, 4
-MERGE_SMEM_BYTES = MERGE_GROUPS * WARPGROUP * 32
+# many as a warpgroup, and bytes of shared memory for each thread.
+MERGED_COLUMNS, MERGE_GROUPS, MERGE_THREAD_BYTES = 8, 4, 32
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
-NOT_COMPILED_IN = ("parts", "helpers")
+NOT_COMPILED_IN = ("parts", "shares", "helpers")
 # Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
 START, CUT_START = 3500, 4200
 
@@ -96,10 +95,8 @@ def launches_of_parts(
     if tiles.merges_later(problem, tiles.parts):
         split = (parted.count - parted.whole) // parted.parts
         columns = tiles.consumers * tiles.own_cols(problem.value_dim) // MERGED_COLUMNS
-        threads = MERGE_GROUPS * WARPGROUP
-        merge = Launch("merge_parts", split * columns, threads, MERGE_SMEM_BYTES, overlaps=True)
-        launches = (main, merge) if split else (main,)
-        return launches, _scratch_to_merge(problem, tiles, parted), parted
+        launches = (main, merging_launch(split * columns)) if split else (main,)
+        return launches, (scratch_to_merge(problem, tiles, parted.count - parted.whole),), parted
     launches = (Launch("clear_counts", 1, tiles.threads), replace(main, overlaps=True))
     return launches, _parts_scratch(problem, tiles, parted), parted
 
@@ -107,7 +104,7 @@ def launches_of_parts(
 def work_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory for the tiles of queries that a block is at: work_tiles.cuh."""
     varied = lengths_vary(problem)
-    of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + PART_OF_KEYS_BYTES * (tiles.parts > 1)
+    of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + tiles.keys_bytes
     of_warps = WARPGROUP // WARP_SIZE if varied and not problem.range_mask and tiles.teams > 1 else 0
     return of_tile * tiles.teams * (tiles.query_stages + of_warps)
 
@@ -125,10 +122,21 @@ def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scr
     )
 
 
-def _scratch_to_merge(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
+def merging_launch(blocks: int, groups: int = MERGE_GROUPS) -> Launch:
+    """The launch that merges parts of tiles, by blocks of so many groups."""
+    threads = groups * WARPGROUP
+    return Launch("merge_parts", blocks, threads, threads * MERGE_THREAD_BYTES, overlaps=True)
+
+
+def merging_macros(groups: int) -> tuple[Macro, ...]:
+    """The macros of that launch."""
+    return (("MERGE_GROUPS", groups), ("MERGE_SMEM_BYTES", groups * WARPGROUP * MERGE_THREAD_BYTES))
+
+
+def scratch_to_merge(problem: Problem, tiles: Tiles, parts: int) -> Scratch:
     """Workspace of merged_parts.cuh: of each part the sums of O, and the maximum and the sum of each row."""
     of_row = tiles.consumers * tiles.own_cols(problem.value_dim) + 2
-    return (Scratch("parts", (parted.count - parted.whole, tiles.block_m * of_row)),)
+    return Scratch("parts", (parts, tiles.block_m * of_row))
 
 
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
@@ -159,7 +167,7 @@ def forward_macros(
     """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed."""
     tiles = chosen.tiles
     sizes = {name: size for name, size in sizes_of(tiles).items() if name not in NOT_COMPILED_IN}
-    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem))
+    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem, parted))
     return (
         *common_macros(problem, parted),
         *((name.upper(), size) for name, size in sizes.items()),
@@ -184,7 +192,7 @@ def passed_bytes(problem: Problem, maps: int, parted: Parting = NOT_PARTED) -> i
     return round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem, parted), TENSOR_MAP_ALIGNMENT)
 
 
-def _most_consumer_registers(problem: Problem) -> int:
+def _most_consumer_registers(problem: Problem, parted: Parting) -> int:
     """The most registers that a consumer may have while the producer has enough."""
     features = problem.features
     if features.least_queries:
@@ -195,5 +203,5 @@ def _most_consumer_registers(problem: Problem) -> int:
     # needs all registers that consumers can get.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM
     asks = features.bias is not None or features.score_mod is not None
-    looks_up = in_pages or features.key_mask
+    looks_up = in_pages or features.key_mask or parted.in_shares
     return BESIDE_LOOK_UPS if looks_up and not asks else MAX_CONSUMER_REGISTERS

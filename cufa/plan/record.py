@@ -98,13 +98,14 @@ class Parting:
 
     There are `count` work items: the first `whole` are tiles with all their keys, the others come in `parts`
     parts each, or fewer if they see fewer tiles of keys. Or the items are the parts of each head that
-    `places` lists, in that order.
+    `places` lists, in that order. Or, if they are `in_shares`, `count` blocks have equal shares of the keys.
     """
 
     whole: int = 0
     parts: int = 0
     count: int = 0
     places: tuple[PartPlace, ...] = ()
+    in_shares: bool = False
 
 
 NOT_PARTED = Parting()

@@ -68,6 +68,7 @@ def feature_macros(features: Features, parting: Parting = NOT_PARTED) -> tuple[M
         ("LEAST_QUERIES", features.least_queries),
         ("MOST_QUERIES", features.most_queries),
         ("PARTS_KEYS", parting is not NOT_PARTED),
+        ("SHARES_KEYS", parting.in_shares),
         ("MOST_PARTS_OF_HEAD", MOST_PARTS_OF_HEAD),
     )
 

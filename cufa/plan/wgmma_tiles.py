@@ -29,6 +29,8 @@ from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
+# For a tile of queries, if keys are split: which part of them a block has.
+PART_OF_KEYS_BYTES = 8
 # With this many consumers, or blocks per SM, threads have no registers to spare.
 MANY_CONSUMERS = MANY_BLOCKS = 4
 
@@ -50,6 +52,11 @@ class Tiles(Warpgroups):
     blocks_per_sm: int = 1
     parts: int = 1
     most_parts: ClassVar[int] = parting.MOST_PARTS
+
+    @property
+    def keys_bytes(self) -> int:
+        """Bytes that say which of a tile's keys a block has."""
+        return PART_OF_KEYS_BYTES if self.parts > 1 else 0
 
     def merges_later(self, problem: Problem, parts: int) -> bool:
         """As for `PartedTiles`."""

@@ -10,30 +10,35 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cufa.device import Device
-from cufa.plan import parting
+from cufa.plan import parting, shares
 from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
+    LENGTHS_BYTES,
     PANEL_COLS,
     SWIZZLE_BYTES,
     WARPGROUP,
     WGMMA_M,
+    lengths_vary,
     panel_tile_bytes,
 )
 from cufa.plan.pace import Pace, memory_time
 from cufa.plan.persistent import (
     FINDINGS_BYTES,
     MERGE_GROUPS,
-    MERGE_SMEM_BYTES,
     OVERHEAD_REGISTERS,
     START,
+    WORK_TILE_BYTES,
     box_keys,
     choose_persistent,
     forward_macros,
     launches_of_parts,
+    merging_launch,
+    merging_macros,
+    scratch_to_merge,
     work_bytes,
 )
-from cufa.plan.record import Decisions, Launch, TensorBox
+from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Parting, Scratch, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up
@@ -51,23 +56,39 @@ OF_DIM, OF_DIM_IN_FEW_KEYS, OF_TILE = 0.00039, 0.00044, 5300
 # The same where keys are widened.
 OF_WIDENED_DIM = 0.00046
 FEW_KEYS = 32
+# Which of a tile's keys are in a share, and which part of its tile that is.
+SHARE_OF_KEYS_BYTES, PART_BYTES = 12, 8
+# Of the launch that merges what blocks with shares leave: its blocks for each of those, small ones.
+MERGING_BLOCKS, MERGING_GROUPS = 16, 1
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class WideTiles(Tiles):
-    """Tiles of 64 queries, of which each warpgroup has half of the output's columns."""
+    """Tiles of 64 queries, of which each warpgroup has half of the output's columns.
 
+    Instead of parts of each tile's keys, blocks may have equal `shares` of the keys of all tiles.
+    """
+
+    shares: int = 1
     column_warpgroups: ClassVar[int] = 2
     most_parts: ClassVar[int] = 128
 
+    @property
+    def keys_bytes(self) -> int:
+        """As for `Tiles`."""
+        return SHARE_OF_KEYS_BYTES if self.shares > 1 else super().keys_bytes
+
     def merges_later(self, problem: Problem, parts: int) -> bool:
-        """As for `Tiles`: many, if tiles do not see different numbers of keys."""
-        return parts > parting.FEW_PARTS and not problem.causal
+        """As for `Tiles`: those of shares, and many, if tiles do not see different numbers of keys."""
+        return self.shares > 1 or (parts > parting.FEW_PARTS and not problem.causal)
 
     def own_cols(self, value_dim: int) -> int:
         """As for `Tiles`: whole panels."""
         return ceil_div(ceil_div(value_dim, PANEL_COLS), self.column_warpgroups) * PANEL_COLS
+
+    def __str__(self) -> str:
+        return super().__str__() + f", keys in {self.shares} equal shares" * (self.shares > 1)
 
     def misfit(self) -> str | None:
         """As for `Tiles`."""
@@ -77,6 +98,8 @@ class WideTiles(Tiles):
             return "query_stages must be 1"
         if self.stages < LEAST_STAGES:
             return f"stages must be at least {LEAST_STAGES}"
+        if min(self.parts, self.shares) > 1:
+            return "parts and shares cannot both be over 1"
         return super().misfit()
 
 
@@ -84,14 +107,19 @@ def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     problem = problem.with_queries_as_heads
     tiles, least = _fastest_tiles(problem, device)
-    reading = memory_time(problem, device) + parting.merging_time(problem, tiles, device)
-    return (START + max(least, reading)) / 1000
+    if tiles.shares > 1:
+        merging = shares.merging_time(problem, tiles)
+    else:
+        merging = parting.merging_time(problem, tiles, device)
+    return (START + max(least, memory_time(problem, device) + merging)) / 1000
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_10_wgmma_wide`: blocks that stay for many tiles, and a launch beside if keys are split."""
     problem = problem.with_queries_as_heads
     best, _ = _fastest_tiles(problem, device)
+    if "parts" in tiles:
+        best = replace(best, shares=1)
     chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))
     sizes = chosen.tiles
     if not _can_be_brought(problem, sizes.block_n):
@@ -104,7 +132,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
             f"tiles {sizes}: store_cols must divide {own_cols}, a warpgroup's columns of the output"
         )
     main = Launch("fwd_10_wgmma_wide", grid, sizes.threads, chosen.cost.smem_bytes)
-    launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
+    launches_of = _launches_of_shares if sizes.shares > 1 else launches_of_parts
+    launches, scratch, parted = launches_of(problem, device, sizes, main)
     # What is widened is not copied.
     queries = 0 if problem.dtype == FLOAT8 else WGMMA_M
     keys = 0 if _widens(problem) else box_keys(problem, sizes)
@@ -118,8 +147,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
             ("QUERY_SCALAR", problem.dtype),
             ("OUT_SCALAR", problem.output.name),
             ("OUTPUT_APART", _has_output_apart(problem, device, sizes)),
-            ("MERGE_GROUPS", MERGE_GROUPS),
-            ("MERGE_SMEM_BYTES", MERGE_SMEM_BYTES),
+            *merging_macros(MERGING_GROUPS if sizes.shares > 1 else MERGE_GROUPS),
         ),
         launches=launches if grid else (),
         scratch=scratch,
@@ -143,8 +171,13 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     if _widens(problem):
         of_dim = OF_WIDENED_DIM
     of_score = (problem.head_dim + value_cols) * of_dim
-    paces = {tiles: Pace(of_score, OF_TILE)}
-    return fastest_in_parts(problem, device, paces, lambda *_: True)
+    pace = Pace(of_score, OF_TILE)
+    best, least = fastest_in_parts(problem, device, {tiles: pace}, lambda *_: True)
+    in_shares = replace(tiles, shares=shares.most_shares(problem, tiles, device.sm_count))
+    may_share = in_shares.shares > 1 and shares.unsuited(problem, in_shares) is None
+    if may_share and shares.gains(problem, in_shares, pace, least, device.sm_count):
+        return in_shares, shares.time(problem, in_shares, pace)
+    return best, least
 
 
 @functools.lru_cache
@@ -159,6 +192,24 @@ def _largest(kind: Problem, device: Device) -> WideTiles:
     if _has_output_apart(kind, device, tiles):
         return tiles
     return replace(tiles, store_cols=math.gcd(tiles.own_cols(kind.value_dim), MOST_STORE_COLS))
+
+
+def _launches_of_shares(
+    problem: Problem, device: Device, tiles: WideTiles, main: Launch
+) -> tuple[tuple[Launch, ...], tuple[Scratch, ...], Parting]:
+    """The launches if blocks have equal shares of the keys, their workspace, and the number of blocks."""
+    reason = shares.unsuited(problem, tiles)
+    if reason is not None:
+        raise ValueError(f"tiles {tiles}: {reason}")
+    parted = shares.parting_of(problem, tiles)
+    of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem) + tiles.keys_bytes + PART_BYTES
+    words = round_up(of_tile, WORKSPACE_ALIGNMENT) // problem.accumulator.itemsize
+    scratch = (
+        Scratch("tiles to merge", (parted.count, words)),
+        scratch_to_merge(problem, tiles, 2 * parted.count),
+    )
+    main = replace(main, grid=parted.count)
+    return (main, merging_launch(MERGING_BLOCKS * parted.count, MERGING_GROUPS)), scratch, parted
 
 
 def _widens(problem: Problem) -> bool:

@@ -14,7 +14,7 @@
     !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
     !defined(QUERIES_AS_HEADS) || !defined(ENDS_BY_HEAD) || !defined(MASK_MOD) ||            \
     !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) || !defined(MOST_QUERIES) ||          \
-    !defined(PARTS_KEYS) || !defined(MOST_PARTS_OF_HEAD)
+    !defined(PARTS_KEYS) || !defined(SHARES_KEYS) || !defined(MOST_PARTS_OF_HEAD)
 #error "the host must define every feature"
 #endif
 
@@ -64,8 +64,11 @@ constexpr bool kRangeMask = kCausal || kWindow;
 // Whether the keys of some tiles of queries are split among blocks, so that all blocks end at about
 // the same time. These are the tiles that would be left for an incomplete last round. Where rows
 // see keys up to the diagonal, a few long tiles would end last, so it is all tiles, in parts that
-// the host lists. Where only the GPU knows how many keys there are, all tiles have equally many.
+// the host lists. Where only the GPU knows how many keys there are, all tiles have equally many, or
+// blocks have equal shares of the keys of all tiles.
 constexpr bool kPartsKeys = PARTS_KEYS;
-constexpr bool kPartsVary = kPartsKeys && (kPacked || kUsedKeys || kPaged);
+constexpr bool kSharesKeys = SHARES_KEYS;
+static_assert(kPartsKeys || !kSharesKeys, "a share may begin and end within a tile");
+constexpr bool kPartsVary = kPartsKeys && !kSharesKeys && (kPacked || kUsedKeys || kPaged);
 constexpr bool kPartsListed = kPartsKeys && kRangeMask && !kPartsVary;
 constexpr int kMostPartsOfHead = MOST_PARTS_OF_HEAD;  // that may be listed

@@ -1,7 +1,7 @@
-// The keys of all tiles of rows, divided evenly among blocks, whatever the lengths of sequences.
+// The keys of all tiles of rows, divided into equal shares, whatever the lengths of sequences.
 //
 // A round is as many keys as a block processes at once. The rounds of all tiles form a line,
-// sequence after sequence, and every block gets equally many: perhaps the end of a tile, whole
+// sequence after sequence, and every share has equally many: perhaps the end of a tile, whole
 // tiles, and the beginning of one more. Only the GPU knows the lengths. stream-K divides matrix
 // products in the same way (Osama et al. 2023).
 #pragma once
@@ -10,7 +10,19 @@
 #include "call/sequence_line.cuh"
 #include "call/tensor.cuh"
 
-// The tiles of rows of one sequence, over all KV heads: how many there are, and the rounds of each.
+// How many tiles of rows of a sequence follow each other in the line: one for each KV head and
+// BlockM rows of its query heads, or one for each KV head alone.
+template <int BlockM>
+struct RowsInLine {
+    __device__ static int tiles(const Sequence& sequence, const Sizes& sizes) {
+        return ceil_div(sequence.seqlen_q * group_of(sizes), BlockM) * sizes.kv_heads;
+    }
+};
+struct KeyHeadsInLine {
+    __device__ static int tiles(const Sequence&, const Sizes& sizes) { return sizes.kv_heads; }
+};
+
+// The tiles of one sequence: how many there are, and the rounds of each.
 struct SequenceRounds {
     int tiles, rounds;
 
@@ -23,29 +35,12 @@ struct RoundPlace {
     SequenceRounds of;
 };
 
-// Rounds [begin, end) of the line.
-struct KeyShare {
-    int begin, end;
-};
+// The line. Whole warps call these functions, all lanes with the same arguments.
+template <class InLine, int BlockN, int TilesOfRound>
+struct RoundLine {
+    const ForwardParams& params;
 
-// Whole warps call these functions, all lanes with the same arguments.
-template <int BlockM, int BlockN, int TilesOfRound>
-class KeyRounds {
-  public:
-    __device__ KeyRounds(const ForwardParams& params, int blocks) : params(params) {
-        all = line().count();
-        shares = min(blocks, all);
-    }
-
-    __device__ KeyShare of_block(int block) const {
-        if (block >= shares) return {all, all};
-        return {first_of(block), first_of(block + 1)};
-    }
-
-    // The block that has a round.
-    __device__ int block_of(int round) const {
-        return static_cast<int>(((round + 1ll) * shares - 1) / all);
-    }
+    __device__ int count() const { return line().count(); }
 
     // The place of a round, which must exist.
     __device__ RoundPlace at(int round) const {
@@ -66,28 +61,51 @@ class KeyRounds {
         return place;
     }
 
-  private:
-    struct RoundsOf {
-        const KeyRounds& rounds;
-
-        __device__ int operator()(int batch) const { return rounds.of_sequence(batch).all(); }
-    };
-    __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
-
     // Even a tile without keys has a round: its rows must be written.
     __device__ SequenceRounds of_sequence(int batch) const {
         const Sequence sequence(params, batch);
         if (!sequence.is_ours()) return {};
-        const int row_tiles = ceil_div(sequence.seqlen_q * group_of(params.sizes), BlockM);
         const KeyTiles<BlockN> keys(sequence.mask(params.features), 0, sequence.seqlen_q);
         const int rounds = ceil_div(max(keys.end - keys.begin, 0), TilesOfRound * BlockN);
-        return {row_tiles * params.sizes.kv_heads, max(rounds, 1)};
+        return {InLine::tiles(sequence, params.sizes), max(rounds, 1)};
     }
 
-    __device__ int first_of(int block) const {
-        return static_cast<int>(static_cast<long long>(all) * block / shares);
+  private:
+    struct RoundsOf {
+        const RoundLine& rounds;
+
+        __device__ int operator()(int batch) const { return rounds.of_sequence(batch).all(); }
+    };
+    __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
+};
+
+// Rounds [begin, end) of the line.
+struct KeyShare {
+    int begin, end;
+};
+
+// The line in up to `most` shares.
+template <class Line>
+struct KeyShares : Line {
+    __device__ KeyShares(const ForwardParams& params, int most) : Line{params} {
+        all = Line::count();
+        shares = min(most, all);
     }
 
-    const ForwardParams& params;
+    __device__ KeyShare share(int number) const {
+        if (number >= shares) return {all, all};
+        return {first_of(number), first_of(number + 1)};
+    }
+
+    // The share that has a round.
+    __device__ int share_of(int round) const {
+        return static_cast<int>(((round + 1ll) * shares - 1) / all);
+    }
+
+  private:
     int all, shares;
+
+    __device__ int first_of(int share) const {
+        return static_cast<int>(static_cast<long long>(all) * share / shares);
+    }
 };

@@ -49,27 +49,53 @@ __device__ inline void keep_part(int& begin, int& end, int part, int parts) {
     end = first + count * (part + 1) / parts;
 }
 
-// One part of a tile's keys: number `part` of `parts`. The tile's first part has number
-// `first_part` among the parts of all tiles.
+// Which of a tile's keys a block has: `keep` leaves their tiles in a range, `is_part` is false for
+// all, and the results of a part have the number `result()` in the workspace.
+struct AllKeys {
+    static constexpr int first_part = 0, part = 0, parts = 1;
+
+    __device__ void keep(int&, int&) const {}
+    __device__ bool is_part() const { return false; }
+    __device__ int result() const { return 0; }
+};
+// Part number `part` of `parts`. The tile's first part has number `first_part` among the parts of
+// all tiles.
 struct PartOfKeys {
     int first_part = 0;
     short part = 0, parts = 1;
+
+    __device__ void keep(int& begin, int& end) const { keep_part(begin, end, part, parts); }
+    __device__ bool is_part() const { return parts > 1; }
+    __device__ int result() const { return first_part + part; }
 };
-struct AllKeys {
-    static constexpr int first_part = 0, part = 0, parts = 1;
+// What is in a block's share: tiles of keys [first, last]. Tiles of queries may see fewer.
+struct ShareOfKeys : AllKeys {
+    static constexpr int kIsAll = -1;
+    int first = 0, last = 0, number = kIsAll;
+
+    __device__ void keep(int& begin, int& end) const {
+        end = min(end, last + 1);
+        begin = min(max(begin, first), end);
+    }
+    __device__ bool is_part() const { return number != kIsAll; }
+    __device__ int result() const { return number; }
 };
-template <bool Parted>
+template <bool Parted, bool Shared>
 struct KeysOf {
     using type = AllKeys;
 };
 template <>
-struct KeysOf<true> {
+struct KeysOf<true, false> {
     using type = PartOfKeys;
+};
+template <>
+struct KeysOf<true, true> {
+    using type = ShareOfKeys;
 };
 
 // A tile of queries of one head, found by one thread and read by others. Batch -1 means that none
 // is left.
-struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
+struct WorkTile : Lengths, KeysOf<kPartsKeys, kSharesKeys>::type {
     int batch, head, kv_head, first_row;
 
     WorkTile() = default;
@@ -136,7 +162,7 @@ struct TileOrder {
 
     __device__ WorkTile at(unsigned int index) const {
         if (index >= count()) return WorkTile::none();
-        if constexpr (kPartsKeys && !kPartsListed) {
+        if constexpr (kPartsKeys && !kSharesKeys && !kPartsListed) {
             const unsigned int whole = call.parting.whole, parts = call.parting.parts;
             if (index >= whole) {
                 const unsigned int number = index - whole;

@@ -5,7 +5,7 @@
 #include "call/key_shares.cuh"
 #include "mma/fwd_8_merge.cuh"
 
-using Rounds = KeyRounds<kBlockM, kBlockN, kTeams>;
+using Shares = KeyShares<RoundLine<RowsInLine<kBlockM>, kBlockN, kTeams>>;
 
 __device__ inline Work work_at(const ForwardParams& params, const RoundPlace& place) {
     const int row_tiles = place.of.tiles / params.sizes.kv_heads;
@@ -25,12 +25,12 @@ __device__ inline ShareParts& parts_of_block(const ForwardParams& params, int bl
 // Calls attend(work, range_of, finish) for each part of the block's share.
 template <class Attend>
 __device__ inline void attend_share(const ForwardParams& params, const Attend& attend) {
-    const Rounds rounds(params, gridDim.x);
-    const KeyShare share = rounds.of_block(blockIdx.x);
+    const Shares shares(params, gridDim.x);
+    const KeyShare share = shares.share(blockIdx.x);
     if (share.begin == share.end) return;
     ShareParts& parts = parts_of_block(params, blockIdx.x);
-    RoundPlace place = rounds.at(share.begin);
-    for (int left = share.end - share.begin;; place = rounds.next_tile(place)) {
+    RoundPlace place = shares.at(share.begin);
+    for (int left = share.end - share.begin;; place = shares.next_tile(place)) {
         const Work work = work_at(params, place);
         const int count = min(place.of.rounds - place.round, left);
         // Rows of a tile may see fewer keys than all rows of the sequence together.
@@ -57,10 +57,10 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
 // Merges the tile that a block began and did not end.
 __device__ inline void merge_share(const ForwardParams& params) {
     const int blocks = gridDim.x / kMergeBlocks, block = blockIdx.x % blocks;
-    const Rounds rounds(params, blocks);
-    const KeyShare share = rounds.of_block(block);
+    const Shares shares(params, blocks);
+    const KeyShare share = shares.share(block);
     if (share.begin == share.end) return;
-    const RoundPlace last = rounds.at(share.end - 1);
+    const RoundPlace last = shares.at(share.end - 1);
     const int first_round = share.end - 1 - last.round;
     const int end_round = first_round + last.of.rounds;
     if (first_round < share.begin || end_round == share.end) return;
@@ -74,7 +74,7 @@ __device__ inline void merge_share(const ForwardParams& params) {
     };
     if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
     merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
-               rounds.block_of(end_round - 1) - block + 1, parts_of_row,
+               shares.share_of(end_round - 1) - block + 1, parts_of_row,
                [&](int row, MergedRow merged) {
                    write_row(merged, params, work.sequence, work.head(row), work.query(row));
                });

@@ -67,7 +67,7 @@ struct alignas(16) RowsOfPart : SumsOfPart<Dims> {
 // Whether `work` is one of several parts of a tile. A vote tells the compiler that all lanes take
 // the same branch.
 __device__ inline bool holds_part(const WorkTile& work) {
-    return __any_sync(0xffffffffu, work.parts > 1);
+    return __any_sync(0xffffffffu, work.is_part());
 }
 
 // All parts, in the workspace after the count of tiles taken: first how many parts of each tile are

@@ -5,6 +5,7 @@
 
 #include "hopper/forward/row_bias.cuh"
 #include "hopper/forward/seen_bits.cuh"
+#include "hopper/forward/share_walk.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/forward/work_tiles.cuh"
 #include "hopper/labelled_ring.cuh"
@@ -120,7 +121,15 @@ struct KeyTileRange {
 constexpr bool kSharesTiles = (kPacked || kUsedKeys) && kTeams > (kRangeMask ? 3 : 1);
 using Work = WorkTiles<kTeams, kQueryStages, kSharesTiles>;
 
-using Order = TileOrder<kBlockM, kSectionBytes>;
+template <bool Shares>
+struct OrderOf {
+    using type = TileOrder<kBlockM, kSectionBytes>;
+};
+template <>
+struct OrderOf<true> {
+    using type = ShareWalk<kBlockM, kBlockN>;
+};
+using Order = OrderOf<kSharesKeys>::type;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
@@ -131,7 +140,7 @@ using BiasRows = BiasRowsOf<kWgmmaM, kBlockN>;
 
 __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
-    if constexpr (kPartsKeys) keep_part(keys.begin, keys.end, work.part, work.parts);
+    work.keep(keys.begin, keys.end);
     return keys;
 }
 
@@ -174,12 +183,13 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
 // Hands out the numbers of tiles after a block's first, or from the first on if kAsksFirst.
 template <bool MergesLater>
 struct TileHandout : TileCounter {
+    template <class Order>  // that of shares has no count
     __device__ TileHandout(const ForwardParams& call, const Order& order)
         : TileCounter{tiles_taken(call), order.count()} {}
     __device__ int next() const { return kAsksFirst ? of_all() : after_own(); }
 };
-// If parts are merged later, there are about as many as blocks. So each block takes every
-// gridDim.x-th, without a count that a launch before would have to set.
+// If parts are merged later, there are about as many as blocks, or each block has a share. So each
+// block takes every gridDim.x-th, without a count that a launch before would have to set.
 template <>
 struct TileHandout<true> {
     int last = blockIdx.x;

@@ -39,9 +39,10 @@ struct SeenWalk {
     }
 };
 
-// ---- the producer: one thread, or a whole warp, if it looks pages up or also widens keys ----
+// ---- the producer: one thread, or a whole warp, if it looks up pages or its share of keys, or
+// also widens keys ----
 
-constexpr int kProducers = kPaged || kWidensKeys ? 32 : 1;
+constexpr int kProducers = kPaged || kWidensKeys || kSharesKeys ? 32 : 1;
 static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
 
 // True in the producer's one thread that starts copies.
@@ -89,6 +90,7 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
         ring.label(at, label);
         boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
     } else {
+        if (!starts_copies()) return;
         ring.label(at, label);
         ptx::Barrier& full = ring.announce(at, Tile::kBytes);
         const int batch = kPacked ? 0 : work.batch;
@@ -175,15 +177,15 @@ constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
 template <class Smem>
 __device__ inline void produce(Smem& smem, const Params& params) {
-    const Order order(params.call);
+    Order order(params.call);
     TileHandout<kMergesLater> handout(params.call, order);
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // keys and values of a tile have the same position
     RingPosition<1> bias_at;
 
-    constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
+    constexpr unsigned int kLanes = kProducers > 1 ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] {
-        if (kPaged && threadIdx.x != 0) return 0;
+        if (kProducers > 1 && threadIdx.x != 0) return 0;
         return handout.next();
     };
 

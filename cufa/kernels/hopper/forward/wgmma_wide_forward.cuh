@@ -249,8 +249,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
             if (!holds_part(work)) return true;
             if (!kMergesLater)
                 return KeyParts<kOwnCols>(params.call).join(o, softmax, work, warpgroup);
-            auto* const parts = parts_to_merge<kOwnCols>(params.call);
-            parts[work.first_part + work.part].write(o, softmax, warpgroup);
+            parts_to_merge<kOwnCols>(params.call)[work.result()].write(o, softmax, warpgroup);
             return false;
         }
         return true;

@@ -80,7 +80,7 @@ class TakenTiles {
     // The next tile with queries and with keys of its own, or none.
     __device__ WorkTile next() {
         for (;;) {
-            WorkTile work = order.at(next_index());
+            WorkTile work = order.at(kSharesKeys ? 0 : next_index());
             if (!work.exists()) return WorkTile::none();
             if (kPacked && work.first_row >= work.sequence(call).seqlen_q) continue;
             if (has_part(call, work)) return work;
@@ -97,7 +97,7 @@ class TakenTiles {
     }
 
     const ForwardParams& call;
-    const Order order;
+    Order order;
     TileHandout<kMergesLater> handout;
     bool first = true;
 };

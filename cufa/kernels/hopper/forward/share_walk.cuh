@@ -1,0 +1,101 @@
+// A block's share of the keys of all tiles of queries (call/key_shares.cuh).
+//
+// Tiles that see the same keys, those of all rows of a group's heads, are not one after the other
+// in the line but side by side: blocks with the same share of it, one for each of these tiles, read
+// the same keys at the same time, all but one of them from the L2 cache.
+#pragma once
+
+#include "call/key_shares.cuh"
+#include "call/schedule.cuh"
+
+// The tile in which a block's share ends, if it goes on in the next share: the number of shares
+// with parts of it, and of this one among them. Else 0 parts.
+struct alignas(16) TileToMerge {
+    WorkTile work;
+    int parts, part;
+};
+
+// The one of each block, in the workspace.
+__device__ inline TileToMerge* tiles_to_merge(const ForwardParams& call) {
+    return static_cast<TileToMerge*>(call.workspace);
+}
+
+// Blocks with consecutive shares are adjacent. Each may leave two results: of the tile that it ends
+// or continues, and of the one that it begins. The number of those of a part of a tile that `block`
+// begins:
+__device__ inline int result_of_part(int block, int part) {
+    return 2 * (block + part) + (part == 0);
+}
+
+// Whole warps call these functions. Between tiles, a producer has few registers for a place. A
+// template over `Work`, because tiles may have no shares.
+template <int BlockM, int BlockN, class Work = WorkTile>
+class ShareWalk {
+    using Line = RoundLine<KeyHeadsInLine, BlockN, 1>;
+
+  public:
+    __device__ explicit ShareWalk(const ForwardParams& call) : call(call) {
+        const KeyShares<Line> all(call, shares());
+        left = all.share(blockIdx.x % shares());
+        if (left.begin == left.end) return;
+        const RoundPlace first = all.at(left.begin);
+        batch = first.batch;
+        kv_head = first.tile;
+        round = first.round;
+    }
+
+    // The tiles of the share come one after the other, whatever the index.
+    __device__ Work at(unsigned int) {
+        if (left.begin == left.end) {
+            if (batch < 0) leave_to_merge({Work::none(), 0, 0});  // the share was empty
+            return Work::none();
+        }
+        const int rounds = Line{call}.of_sequence(batch).rounds;
+        const int count = min(rounds - round, left.end - left.begin);
+        Work work = tile();
+        work.first = round;
+        work.last = round + count - 1;
+        if (count < rounds) work.number = 2 * blockIdx.x + (round == 0);
+        if (left.begin + count == left.end)
+            leave_to_merge(round + count < rounds ? to_merge(work, rounds)
+                                                  : TileToMerge{work, 0, 0});
+        advance(count);
+        return work;
+    }
+
+  private:
+    __device__ int row_tiles() const { return ceil_div(call.sizes.seqlen_q, BlockM); }
+    __device__ int shares() const { return gridDim.x / (group_of(call.sizes) * row_tiles()); }
+
+    // The block's tile of those that begin side by side.
+    __device__ Work tile() const {
+        const int number = blockIdx.x / shares(), head = number / row_tiles();
+        return {Sequence(call, batch), kv_head * group_of(call.sizes) + head, kv_head,
+                number % row_tiles() * BlockM};
+    }
+
+    __device__ TileToMerge to_merge(const Work& last, int rounds) const {
+        const KeyShares<Line> all(call, shares());
+        const int begin = left.begin - round, first = all.share_of(begin);
+        const int parts = all.share_of(begin + rounds - 1) - first + 1;
+        return {last, parts, all.share_of(left.begin) - first};
+    }
+
+    __device__ void leave_to_merge(const TileToMerge& tile) const {
+        if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = tile;
+    }
+
+    __device__ void advance(int count) {
+        left.begin += count;
+        round = 0;
+        ++kv_head;
+        if (kv_head == call.sizes.kv_heads) {
+            ++batch;
+            kv_head = 0;
+        }
+    }
+
+    const ForwardParams& call;
+    KeyShare left;
+    int batch = -1, kv_head, round;  // where it begins
+};

@@ -1,0 +1,124 @@
+"""Divides the keys of all tiles of queries evenly among blocks (hopper/forward/share_walk.cuh).
+
+Equally many parts of each tile leave most SMs waiting for the longest sequence, if only the GPU knows how
+long they are. Equal shares keep all SMs busy, whatever the lengths; a launch of its own merges the results of
+tiles that several blocks have parts of (hopper/forward/merged_parts.cuh).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from cufa.plan import parting
+from cufa.plan.choice import TileSizes
+from cufa.plan.hopper import lengths_vary
+from cufa.plan.pace import Pace
+from cufa.plan.record import Parting
+from cufa.problem import MAX_EXTENT, Problem
+from cufa.rounding import ceil_div
+
+# Nanoseconds on an H200 of the launch that merges, and per byte of all parts.
+MERGING, OF_MERGED_BYTE = 3500, 0.00027
+# How long sequences are on average, of the longest, if only the GPU knows.
+MEAN_OF_LONGEST = 0.5
+# What shares must gain: times are estimates.
+WORTH_IT = 0.95
+
+
+class SharedTiles(TileSizes, Protocol):
+    """The sizes of a kernel whose blocks may have equal shares of the keys."""
+
+    @property
+    def shares(self) -> int:
+        """How many shares there are; each has a block for every tile that sees the same keys."""
+
+
+def unsuited(problem: Problem, tiles: TileSizes) -> str | None:
+    """None if keys can be shared out like this, else the reason."""
+    reason = parting.unsuited_features(problem)
+    if reason is not None:
+        return reason
+    if problem.causal or problem.features.packed:
+        how = "packed" if problem.features.packed else "under a causal mask"
+        return f"keys are not shared out {how}"
+    if _rounds(problem, tiles) > MAX_EXTENT:
+        return f"tiles of keys are counted only up to {MAX_EXTENT:,}"
+    return None
+
+
+def most_shares(problem: Problem, tiles: TileSizes, blocks: int) -> int:
+    """How many shares so many blocks can have."""
+    of_share = tiles_of_share(problem, tiles)
+    return min(blocks // of_share, _rounds(problem, tiles)) if of_share else 0
+
+
+def tiles_of_share(problem: Problem, tiles: TileSizes) -> int:
+    """The tiles of queries that see the same keys."""
+    return problem.group * ceil_div(problem.seqlen_q, tiles.block_m)
+
+
+def parting_of(problem: Problem, tiles: SharedTiles) -> Parting:
+    """The blocks."""
+    return Parting(count=tiles.shares * tiles_of_share(problem, tiles), in_shares=True)
+
+
+def gains(problem: Problem, tiles: SharedTiles, pace: Pace, least: float, blocks: int) -> bool:
+    """Whether shares take less time than `least`, the time of `blocks` that take tiles or parts of tiles.
+
+    That is for sequences that are all as long as the longest. If only the GPU knows their lengths, they are
+    shorter on average. Then blocks also end apart by up to the time of the longest tile. The keys of a single
+    sequence are split as well into parts.
+    """
+    if _lines(problem) == 1:
+        return False
+    if not lengths_vary(problem):
+        return time(problem, tiles, pace) < WORTH_IT * least
+    rounds = problem.seqlen_k / tiles.block_n
+    longest, mean = (_time_of_tile(tiles, pace, rounds * length) for length in (1, MEAN_OF_LONGEST))
+    of_block = _lines(problem) * tiles_of_share(problem, tiles) / blocks
+    if of_block > 1:
+        least = of_block * mean + longest / 2
+    return time(problem, tiles, pace, MEAN_OF_LONGEST) < WORTH_IT * least
+
+
+def time(problem: Problem, tiles: SharedTiles, pace: Pace, of_longest: float = 1) -> float:
+    """Nanoseconds until all blocks finish and the parts are merged.
+
+    Sequences are on average `of_longest` times as long as they may be.
+    """
+    rounds = math.ceil(of_longest * _rounds(problem, tiles) / tiles.shares)
+    further_tiles = _parts(problem, tiles) / tiles.shares - 1
+    return (
+        _time_of_tile(tiles, pace, rounds)
+        + further_tiles * _time_of_tile(tiles, pace, 0)
+        + merging_time(problem, tiles)
+    )
+
+
+def merging_time(problem: Problem, tiles: SharedTiles) -> float:
+    """The nanoseconds of that to write parts of tiles and to merge them."""
+    side_by_side = tiles_of_share(problem, tiles)
+    parts = min(_parts(problem, tiles), 2 * tiles.shares) * side_by_side
+    of_block = parts / (tiles.shares * side_by_side)
+    part_bytes = parting.part_bytes(problem, tiles)
+    return MERGING + part_bytes * (parting.OF_WRITTEN_BYTE * of_block + OF_MERGED_BYTE * parts)
+
+
+def _time_of_tile(tiles: SharedTiles, pace: Pace, rounds: float) -> float:
+    return rounds * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
+
+
+def _parts(problem: Problem, tiles: SharedTiles) -> int:
+    """The most parts that one of the tiles side by side has in all sequences."""
+    return tiles.shares + _lines(problem) - 1
+
+
+def _lines(problem: Problem) -> int:
+    """Sequences and KV heads: what keys there are for some tiles of queries."""
+    return problem.batch * problem.kv_heads
+
+
+def _rounds(problem: Problem, tiles: TileSizes) -> int:
+    """The tiles of keys of all of them, at most."""
+    return _lines(problem) * max(1, ceil_div(problem.seqlen_k, tiles.block_n))

@@ -765,7 +765,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
             "fwd_8_split_kv": ("splits", "shares"),
             "fwd_6_wgmma": ("parts",),
             "fwd_7_fp8": ("parts", "helpers"),
-            "fwd_10_wgmma_wide": ("parts",),
+            "fwd_10_wgmma_wide": ("parts", "shares"),
         }
         own = {name: plan.tiles[name] for name in passed.get(kernel, ())}
         helpers = {

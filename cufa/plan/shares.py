@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from cufa.device import Device
 from cufa.plan import parting
 from cufa.plan.choice import TileSizes
 from cufa.plan.hopper import lengths_vary
-from cufa.plan.pace import Pace
+from cufa.plan.pace import Pace, memory_time
 from cufa.plan.record import Parting
 from cufa.problem import MAX_EXTENT, Problem
 from cufa.rounding import ceil_div
@@ -63,8 +64,8 @@ def parting_of(problem: Problem, tiles: SharedTiles) -> Parting:
     return Parting(count=tiles.shares * tiles_of_share(problem, tiles), in_shares=True)
 
 
-def gains(problem: Problem, tiles: SharedTiles, pace: Pace, least: float, blocks: int) -> bool:
-    """Whether shares take less time than `least`, the time of `blocks` that take tiles or parts of tiles.
+def gains(problem: Problem, tiles: SharedTiles, pace: Pace, least: float, device: Device) -> bool:
+    """Whether shares take less time than `least`, that of blocks that take tiles or parts of tiles.
 
     That is for sequences that are all as long as the longest. If only the GPU knows their lengths, they are
     shorter on average. Then blocks also end apart by up to the time of the longest tile. The keys of a single
@@ -72,14 +73,14 @@ def gains(problem: Problem, tiles: SharedTiles, pace: Pace, least: float, blocks
     """
     if _lines(problem) == 1:
         return False
-    if not lengths_vary(problem):
-        return time(problem, tiles, pace) < WORTH_IT * least
-    rounds = problem.seqlen_k / tiles.block_n
-    longest, mean = (_time_of_tile(tiles, pace, rounds * length) for length in (1, MEAN_OF_LONGEST))
-    of_block = _lines(problem) * tiles_of_share(problem, tiles) / blocks
-    if of_block > 1:
-        least = of_block * mean + longest / 2
-    return time(problem, tiles, pace, MEAN_OF_LONGEST) < WORTH_IT * least
+    mean = MEAN_OF_LONGEST if lengths_vary(problem) else 1
+    of_block = _lines(problem) * tiles_of_share(problem, tiles) / device.sm_count
+    if lengths_vary(problem) and of_block > 1:
+        rounds = problem.seqlen_k / tiles.block_n
+        least = of_block * _time_of_tile(tiles, pace, mean * rounds) + _time_of_tile(tiles, pace, rounds) / 2
+    reading = mean * memory_time(problem, device)
+    in_shares = max(time(problem, tiles, pace, mean), reading + merging_time(problem, tiles))
+    return in_shares < WORTH_IT * max(least, reading)
 
 
 def time(problem: Problem, tiles: SharedTiles, pace: Pace, of_longest: float = 1) -> float:

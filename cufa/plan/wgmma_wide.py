@@ -38,7 +38,7 @@ from cufa.plan.persistent import (
     scratch_to_merge,
     work_bytes,
 )
-from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Parting, Scratch, TensorBox
+from cufa.plan.record import NOT_PARTED, WORKSPACE_ALIGNMENT, Decisions, Launch, Parting, Scratch, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up
@@ -175,8 +175,8 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     best, least = fastest_in_parts(problem, device, {tiles: pace}, lambda *_: True)
     in_shares = replace(tiles, shares=shares.most_shares(problem, tiles, device.sm_count))
     may_share = in_shares.shares > 1 and shares.unsuited(problem, in_shares) is None
-    if may_share and shares.gains(problem, in_shares, pace, least, device.sm_count):
-        return in_shares, shares.time(problem, in_shares, pace)
+    if may_share and shares.gains(problem, in_shares, pace, least, device):
+        return in_shares, min(least, shares.time(problem, in_shares, pace))
     return best, least
 
 
@@ -198,6 +198,8 @@ def _launches_of_shares(
     problem: Problem, device: Device, tiles: WideTiles, main: Launch
 ) -> tuple[tuple[Launch, ...], tuple[Scratch, ...], Parting]:
     """The launches if blocks have equal shares of the keys, their workspace, and the number of blocks."""
+    if not main.grid:
+        return (main,), (), NOT_PARTED
     reason = shares.unsuited(problem, tiles)
     if reason is not None:
         raise ValueError(f"tiles {tiles}: {reason}")

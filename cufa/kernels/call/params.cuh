@@ -43,7 +43,8 @@ struct PartPlaces<true> {
 // How tiles of queries are handed out if the keys of some are split among blocks (plan/parting.py).
 // Of `count` items, the first `whole` are tiles with all their keys; the others are tiles in
 // `parts` parts each, or fewer if they see fewer tiles of keys. If kPartsListed, all tiles are
-// split, and there is a list of a head's parts.
+// split, and there is a list of a head's parts. If kSharesKeys, `count` blocks have shares of all
+// keys, and nothing is handed out.
 struct Parting : PartPlaces<kPartsListed> {
     int whole, parts, count;
 };

@@ -40,6 +40,7 @@ FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
 SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
+LATENT_RECORD = ROOT / "benchmarks" / "latent.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
@@ -519,6 +520,27 @@ def decode(record: Row) -> str:
 
 def serving(record: Row) -> str:
     """How long a server's batches take, beside FlashInfer's kernels."""
+    what = (
+        f"{record['heads']}/{record['kv_heads']} heads, unless the row names others, of {record['head_dim']} "
+        f"in bfloat16, keys in shuffled pages of {record['page_size']}, causal. Lengths range from a "
+        "sixteenth of the longest to the longest. TB/s counts the bytes of K and V."
+    )
+    return beside_flashinfer(record, what, SERVING_RECORD)
+
+
+def latent(record: Row) -> str:
+    """How long latent attention of a server's batches takes, beside FlashInfer's kernels."""
+    what = (
+        f"{record['heads']} heads, unless the row names others, of {record['head_dim']}/"
+        f"{record['value_dim']} in bfloat16 with one KV head, values in keys, which are in shuffled pages of "
+        f"{record['page_size']}, causal. Lengths range from a sixteenth of the longest to the longest. "
+        "TB/s counts the bytes of K."
+    )
+    return beside_flashinfer(record, what, LATENT_RECORD)
+
+
+def beside_flashinfer(record: Row, what: str, path: Path) -> str:
+    """The times of batches beside those of FlashInfer's kernels, and what was measured."""
     points = record["points"]
     peers = peers_of(points)
     lines = [
@@ -532,21 +554,15 @@ def serving(record: Row) -> str:
         for point in points
     ]
     header = ("requests", "time", "TFLOP/s", "TB/s", *(f"x {name}" for name in peers))
-    fastest = [
-        min(seconds for name, seconds in point["seconds"].items() if name in peers) / point["seconds"]["cufa"]
-        for point in points
-    ]
+    fastest = over_flashinfer(points)
     plans = statistics.median(min(point["plan_seconds"].values()) for point in points)
     caption = (
-        f"{record['heads']}/{record['kv_heads']} heads, unless the row names others, of {record['head_dim']} "
-        f"in bfloat16, keys in shuffled pages of {record['page_size']}, causal. Lengths range from a "
-        "sixteenth of the longest to the longest. TB/s counts the bytes of K and V. Compared with the "
-        "fastest FlashInfer kernel for each "
-        f"batch, cufa is {statistics.geometric_mean(fastest):.2f} times as fast (geometric mean; worst "
-        f"{min(fastest):.2f}). FlashInfer's planning on the host for these lengths is not counted; its "
-        f"median is {duration(plans)}. Measured on an {record['gpu']}, driver {record['driver']}, FlashInfer "
-        f"{record['flashinfer']}, PyTorch {record['torch']}, {record['date']}, by `scripts/bench_serving.py` "
-        "([serving.json](serving.json))."
+        f"{what} Compared with the fastest FlashInfer kernel for each batch, cufa is "
+        f"{statistics.geometric_mean(fastest):.2f} times as fast (geometric mean; worst {min(fastest):.2f}). "
+        f"FlashInfer's planning on the host for these lengths is not counted; its median is "
+        f"{duration(plans)}. Measured on an {record['gpu']}, driver {record['driver']}, FlashInfer "
+        f"{record['flashinfer']}, PyTorch {record['torch']}, {record['date']}, by "
+        f"`scripts/bench_{path.stem}.py` ([{path.name}]({path.name}))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -924,6 +940,7 @@ def summary(
     fp8: Row,
     decode: Row,
     serving: Row,
+    latent: Row,
     rungs: Row,
     flex: Row,
     biased: Row,
@@ -973,7 +990,9 @@ def summary(
     fastest_of_wide = {
         way: max(map(tflops_of_wide, points_of(way, widest["points"]))) for way in ("forward", "backward")
     }
-    over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
+    over_serving, over_latent = (
+        statistics.geometric_mean(over_flashinfer(record["points"])) for record in (serving, latent)
+    )
     slowest = max(check["jit"]["compile_seconds"].values())
     host = check["jit"]["host_us"]
     lines = (
@@ -1003,7 +1022,7 @@ def summary(
         f"{error:.1%} (root mean square), beside what rounding the inputs to 8 bits costs.",
         f"**Decoding** (one query, {min(keys):,} to {max(keys):,} keys): {decoding}.{halved}",
         f"**Serving** (keys in pages, a different length for each request): {over_serving:.2f} times as fast "
-        "as the fastest FlashInfer kernel.",
+        f"as the fastest FlashInfer kernel; multi-head latent attention {over_latent:.2f} times.",
         f"**`mma.sync`**, which all GPUs since Turing have: {by_mma} times as fast as "
         f"{called(PEER_OF_RUNGS)}.",
         f"**`score_mod` and `mask_mod`**: {times_in_mean(FLEX, flex['points'])} as {FLEX}.",
@@ -1039,6 +1058,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 FP8_RECORD,
                 DECODE_RECORD,
                 SERVING_RECORD,
+                LATENT_RECORD,
                 RUNGS_RECORD,
                 FLEX_RECORD,
                 BIAS_RECORD,
@@ -1060,6 +1080,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),
         "serving": (serving, (SERVING_RECORD,)),
+        "latent": (latent, (LATENT_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
         "bias": (bias, (BIAS_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),

@@ -240,7 +240,7 @@ BARRIERS = {
     "weights are there": ("ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + 1 - warpgroup);", "", 200),
     "weights have been used": ("ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);", "", 200),
     "sums are there": (f"{WRITES_SUMS} {ALL_MEET}", WRITES_SUMS, 30),
-    "sums have been read": (f"if (kOutputApart) {ALL_MEET}", "", 30),
+    "sums have been read": (f"if (kReleasesEarly) {ALL_MEET}", "", 30),
 }
 
 

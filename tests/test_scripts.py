@@ -45,7 +45,7 @@ def test_scripts_that_are_commands_can_be_run():
         assert os.access(path, os.X_OK) == text.startswith("#!") == (path in commands), path
 
 
-@pytest.mark.parametrize("name", ["bias", "decode", "flex", "fp8", "peers", "serving", "shapes"])
+@pytest.mark.parametrize("name", ["bias", "decode", "flex", "fp8", "latent", "peers", "serving", "shapes"])
 def test_only_what_is_timed_needs_a_gpu(name):
     def run(*arguments):
         command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(SCRIPTS / f"bench_{name}.py"), *arguments]

@@ -22,6 +22,9 @@ constexpr bool kScoresFirst = !kValuesInKeys || kStages > 2;
 // Whether the output has a way out of its own. Else it is through the place of the queries, and the
 // next queries come only once it is stored.
 constexpr bool kOutputApart = OUTPUT_APART;
+// Whether the next queries may come before the output is stored. Parts that are merged later leave
+// through no shared memory.
+constexpr bool kReleasesEarly = kOutputApart || kMergesLater;
 
 // A consumer. What each kernel does in its own way, besides what ForwardScores asks for, is in
 // `Self`, which derives from this struct:
@@ -62,10 +65,11 @@ struct WideConsumer : ForwardScores<Self, Smem> {
             self().begin(work);
             if constexpr (kAlibi) take_slope(work);
             attend_to_all(o, softmax, work, keys);
-            if (kOutputApart) release(smem.q_ring[0], q_at);
+            const bool stores_apart = kOutputApart || (kMergesLater && holds_part(work));
+            if (stores_apart) release(smem.q_ring[0], q_at);
             share_sums(softmax);
             if (joins_parts(o, softmax, work)) store(o, softmax, work);
-            if (!kOutputApart) {
+            if (!stores_apart) {
                 if (threadIdx.x % kWarpgroup == 0) ptx::wait_stores_read();
                 release(smem.q_ring[0], q_at);
             }
@@ -211,7 +215,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         const int thread = threadIdx.x % kWarpgroup;
         auto& sums = smem.handed.sums;
         // Both have read the sums of the queries before. Else their ring ensures it.
-        if (kOutputApart) ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);
+        if (kReleasesEarly) ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);
 #pragma unroll
         for (int half = 0; half < 2; ++half) sums[warpgroup][half][thread] = softmax.rows[half].sum;
         ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Times multi-head latent attention as in a server, beside FlashInfer, and writes benchmarks/latent.json.
+
+Each request has a length of its own, and few queries; latents lie in shuffled pages. The rest is as in
+scripts/bench_serving.py: what FlashInfer plans beforehand on the host is timed by itself, cufa reads the
+lengths on the GPU.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import numpy as np
+import torch
+from bench_decode import FLUSH_BYTES, in_pages
+from bench_peers import ROOT
+from bench_serving import BACKENDS, DTYPE, FLASHINFER, PACKAGE, WORKSPACE_BYTES, Batch, decode
+from peer_calls import Call, version_of
+
+import cufa
+
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "latent.json"))
+# As in DeepSeek-AI 2024, with projections absorbed: values are the first columns of keys.
+HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE = 128, 576, 512, 64
+SCALE = HEAD_DIM**-0.5
+
+
+def of_heads(batch: Batch, heads: int = HEADS) -> Batch:
+    name = batch.name if heads == HEADS else f"{batch.name}, {heads} heads"
+    return replace(batch, name=name, heads=heads, kv_heads=1)
+
+
+BATCHES = (
+    of_heads(decode(1, 8192)),
+    of_heads(decode(1, 65_536)),
+    of_heads(decode(4, 16_384)),
+    of_heads(decode(16, 8192)),
+    of_heads(decode(32, 16_384)),
+    of_heads(decode(64, 8192)),
+    of_heads(decode(128, 4096)),
+    of_heads(decode(256, 2048)),
+    of_heads(decode(32, 8192, new=2)),
+    of_heads(decode(32, 16_384), heads=64),
+    of_heads(decode(64, 8192), heads=16),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a batch: queries of each request, pages, and where what lies."""
+
+    q: torch.Tensor
+    latents: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def draw(cls, batch: Batch) -> "Inputs":
+        requests, (queries,) = len(batch.keys), set(batch.queries)
+        pages = max(-(-keys // PAGE_SIZE) for keys in batch.keys)
+        table = torch.randperm(requests * pages, device="cuda").reshape(requests, pages)
+        q = torch.randn((requests, queries, batch.heads, HEAD_DIM), dtype=DTYPE, device="cuda")
+        latents = torch.randn((requests, pages * PAGE_SIZE, 1, HEAD_DIM), dtype=DTYPE, device="cuda")
+        lengths = torch.tensor(batch.keys, dtype=torch.int32, device="cuda")
+        return cls(q, in_pages(latents, table, PAGE_SIZE), table.to(torch.int32), lengths)
+
+
+def cufa_call(inputs: Inputs) -> Call:
+    q, latents, block_table, lengths = (cupy.from_dlpack(x) for x in vars(inputs).values())
+    attend = partial(cufa.attention, q, latents, latents[..., :VALUE_DIM], softmax_scale=SCALE)
+    return partial(attend, causal=True, block_table=block_table, seqused_k=lengths)
+
+
+def flashinfer_calls(
+    batch: Batch, inputs: Inputs, backends: Sequence[str]
+) -> tuple[dict[str, Call], dict[str, float]]:
+    """A call of each of FlashInfer's kernels, and seconds that its plan took, made a second time."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+
+    counts = [-(-keys // PAGE_SIZE) for keys in batch.keys]
+    starts, page_starts = (
+        torch.tensor(np.cumsum([0, *each]), dtype=torch.int32, device="cuda")
+        for each in (batch.queries, counts)
+    )
+    pages = torch.cat([inputs.block_table[request, :count] for request, count in enumerate(counts)])
+    metadata = MLAPlanMetadata.csr(starts, page_starts, pages, inputs.lengths)
+    sizes = {"num_heads": batch.heads, "head_dim_ckv": VALUE_DIM, "head_dim_kpe": HEAD_DIM - VALUE_DIM}
+    sizes |= {"page_size": PAGE_SIZE, "sm_scale": SCALE}
+    q, latents = inputs.q.flatten(0, 1), inputs.latents.squeeze(2)
+    calls, plan_seconds = {}, {}
+    for backend in backends:
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
+        plan = partial(
+            wrapper.plan, metadata=metadata, **sizes, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE
+        )
+        plan()
+        start = time.perf_counter()
+        plan()
+        plan_seconds[f"{FLASHINFER}, {backend}"] = time.perf_counter() - start
+        calls[f"{FLASHINFER}, {backend}"] = partial(wrapper.run, query=q, kv_cache=latents)
+    return calls, plan_seconds
+
+
+def check(batch: Batch, calls: dict[str, Call]) -> None:
+    """That all compute the same."""
+    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, batch.heads, VALUE_DIM)
+    for name in calls.keys() - {"cufa"}:
+        bench_peers.check_alike(name, calls[name](), "cufa", expected)
+
+
+@click.command(help=__doc__)
+@click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
+    bench_peers.require_gpu()
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
+    version = version_of(PACKAGE)
+    batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
+    measured: dict[str, Any] = {FLASHINFER: version, "heads": HEADS, "head_dim": HEAD_DIM}
+    measured |= {"value_dim": VALUE_DIM, "page_size": PAGE_SIZE, "points": []}
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        for done, batch in enumerate(batches, 1):
+            inputs = Inputs.draw(batch)
+            calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
+            calls = {"cufa": cufa_call(inputs), **calls}
+            check(batch, calls)
+            seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
+            described = {"batch": batch.name, "flops": 2 * batch.pairs * batch.heads * (HEAD_DIM + VALUE_DIM)}
+            described["bytes"] = sum(batch.keys) * HEAD_DIM * DTYPE.itemsize
+            measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
+            told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
+            print(f"{batch.name}: {told}", flush=True)
+            bench_peers.write_record(RECORD, done, len(batches), measured)
+
+
+if __name__ == "__main__":
+    main()

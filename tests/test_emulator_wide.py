@@ -186,22 +186,42 @@ def test_parts_of_keys(rng, parts, dims, sets):
 
 
 @pytest.mark.parametrize(
-    ("shares", "dims", "sizes", "sets"),
+    ("tiles", "dims", "sizes", "sets"),
     [
-        (5, (512, 512), {"heads": 2, "kv_heads": 2, "batch": 3}, [(), ("seqused_k",)]),
-        (2, (320, 264), {"heads": 2, "batch": 5}, [("seqused_k", "block_table", "sink"), ("block_table",)]),
-        (9, (320, 264), {"heads": 1, "batch": 2}, [("dropout", "seqused_k"), ("softcap", "block_table")]),
-        (7, (40, 312), {"heads": 2, "batch": 4}, [("alibi_slopes", "sink", "seqused_k")]),
+        (
+            {"block_n": 32, "shares": 5},
+            (512, 512),
+            {"heads": 2, "kv_heads": 2, "batch": 3},
+            [(), ("seqused_k",)],
+        ),
+        (
+            {"block_n": 32, "shares": 2},
+            (320, 264),
+            {"heads": 2, "batch": 5},
+            [("seqused_k", "block_table", "sink"), ("block_table",)],
+        ),
+        (
+            {"block_n": 32, "shares": 9},
+            (320, 264),
+            {"heads": 1, "batch": 2},
+            [("dropout", "seqused_k"), ("softcap", "block_table")],
+        ),
+        (
+            {"block_n": 16, "shares": 7},
+            (40, 312),
+            {"heads": 2, "batch": 4},
+            [("alibi_slopes", "sink", "seqused_k")],
+        ),
     ],
 )
-def test_shares_of_keys(rng, shares, dims, sizes, sets):
+def test_shares_of_keys(rng, tiles, dims, sizes, sets):
     """Of fewer tiles of keys than shares, of more, and of none; tiles in few parts and in many."""
     for features in sets:
         for seqlen_k in (20, 230):
             case = draw_case(
                 rng, "float16", features, seqlen_q=70, seqlen_k=seqlen_k, **sizes_of(dims) | sizes
             )
-            check(case, {"block_n": 32, "shares": shares})
+            check(case, tiles)
 
 
 def test_groups_of_threads_wait_for_each_others_parts(rng, tmp_path):

@@ -71,7 +71,8 @@ class RowWidener {
     }
 
   private:
-    static_assert(kUnitRows == kSwizzleRows && Tile::kRows % (kWarps * kUnitRows) == 0,
+    static_assert(!kWidensKeys ||
+                      (kUnitRows == kSwizzleRows && Tile::kRows % (kWarps * kUnitRows) == 0),
                   "each warp writes whole swizzled units");
     static_assert(!kWidensKeys || kHeadDim % kNarrowCols == 0,
                   "loads are inside a row or beyond it");

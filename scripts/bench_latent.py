@@ -12,16 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import bench_peers
 import click
 import cupy
 import numpy as np
 import torch
-from bench_decode import FLUSH_BYTES, in_pages
+from bench_decode import in_pages
 from bench_peers import ROOT
-from bench_serving import BACKENDS, DTYPE, FLASHINFER, PACKAGE, WORKSPACE_BYTES, Batch, decode
+from bench_serving import (
+    BACKENDS,
+    DTYPE,
+    FLASHINFER,
+    PACKAGE,
+    WORKSPACE_BYTES,
+    Batch,
+    decode,
+    time_batches,
+)
 from peer_calls import Call, version_of
 
 import cufa
@@ -109,40 +117,27 @@ def flashinfer_calls(
     return calls, plan_seconds
 
 
-def check(batch: Batch, calls: dict[str, Call]) -> None:
-    """That all compute the same."""
-    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, batch.heads, VALUE_DIM)
-    for name in calls.keys() - {"cufa"}:
-        bench_peers.check_alike(name, calls[name](), "cufa", expected)
-
-
 @click.command(help=__doc__)
 @click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
     bench_peers.require_gpu()
-    torch.manual_seed(0)
-    # One stream for all, so that events of one library see the work of the other.
-    stream = cupy.cuda.Stream(non_blocking=True)
-    other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
     version = version_of(PACKAGE)
+
+    def calls_of(batch: Batch) -> tuple[dict[str, Call], dict[str, float]]:
+        inputs = Inputs.draw(batch)
+        calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
+        return {"cufa": cufa_call(inputs), **calls}, plan_seconds
+
+    def work_of(batch: Batch) -> dict[str, int]:
+        flops = 2 * batch.pairs * batch.heads * (HEAD_DIM + VALUE_DIM)
+        return {"flops": flops, "bytes": sum(batch.keys) * HEAD_DIM * DTYPE.itemsize}
+
     batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
-    measured: dict[str, Any] = {FLASHINFER: version, "heads": HEADS, "head_dim": HEAD_DIM}
-    measured |= {"value_dim": VALUE_DIM, "page_size": PAGE_SIZE, "points": []}
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for done, batch in enumerate(batches, 1):
-            inputs = Inputs.draw(batch)
-            calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
-            calls = {"cufa": cufa_call(inputs), **calls}
-            check(batch, calls)
-            seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
-            described = {"batch": batch.name, "flops": 2 * batch.pairs * batch.heads * (HEAD_DIM + VALUE_DIM)}
-            described["bytes"] = sum(batch.keys) * HEAD_DIM * DTYPE.itemsize
-            measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
-            told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
-            print(f"{batch.name}: {told}", flush=True)
-            bench_peers.write_record(RECORD, done, len(batches), measured)
+    measured = {FLASHINFER: version, "heads": HEADS, "head_dim": HEAD_DIM}
+    measured |= {"value_dim": VALUE_DIM, "page_size": PAGE_SIZE}
+    time_batches(batches, calls_of, work_of, VALUE_DIM, measured, RECORD, rounds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Without FlashInfer only cufa is timed. FlashInfer compiles its kernels by nvcc w
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,11 +176,38 @@ def flashinfer_calls(
     return calls, plan_seconds
 
 
-def check(batch: Batch, calls: dict[str, Call]) -> None:
+def check(calls: dict[str, Call], heads: int, dim: int) -> None:
     """That all compute the same."""
-    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, batch.heads, HEAD_DIM)
+    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, heads, dim)
     for name in calls.keys() - {"cufa"}:
         bench_peers.check_alike(name, calls[name](), "cufa", expected)
+
+
+def time_batches(
+    batches: Sequence[Batch],
+    calls_of: Callable[[Batch], tuple[dict[str, Call], dict[str, float]]],
+    work_of: Callable[[Batch], dict[str, int]],
+    value_dim: int,
+    measured: dict[str, Any],
+    record: Path,
+    rounds: int,
+) -> None:
+    """Time the calls of each batch, and write what is measured beside `measured`."""
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
+    points: list[dict[str, Any]] = []
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        for batch in batches:
+            calls, plan_seconds = calls_of(batch)
+            check(calls, batch.heads, value_dim)
+            seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
+            timed = {"seconds": seconds, "plan_seconds": plan_seconds}
+            points.append({"batch": batch.name, **work_of(batch), **timed})
+            told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
+            print(f"{batch.name}: {told}", flush=True)
+            bench_peers.write_record(record, len(points), len(batches), measured | {"points": points})
 
 
 @click.command(help=__doc__)
@@ -189,27 +216,21 @@ def check(batch: Batch, calls: dict[str, Call]) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
     bench_peers.require_gpu()
-    torch.manual_seed(0)
-    # One stream for all, so that events of one library see the work of the other.
-    stream = cupy.cuda.Stream(non_blocking=True)
-    other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
     version = version_of(PACKAGE)
+
+    def calls_of(batch: Batch) -> tuple[dict[str, Call], dict[str, float]]:
+        inputs = Inputs.draw(batch)
+        calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
+        return {"cufa": cufa_call(batch, inputs), **calls}, plan_seconds
+
+    def work_of(batch: Batch) -> dict[str, int]:
+        key_bytes = 2 * batch.kv_heads * HEAD_DIM * DTYPE.itemsize
+        return {"flops": 4 * batch.pairs * batch.heads * HEAD_DIM, "bytes": sum(batch.keys) * key_bytes}
+
     batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
-    measured: dict[str, Any] = {FLASHINFER: version, "heads": HEADS, "kv_heads": KV_HEADS}
-    measured |= {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "points": []}
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for done, batch in enumerate(batches, 1):
-            inputs = Inputs.draw(batch)
-            calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
-            calls = {"cufa": cufa_call(batch, inputs), **calls}
-            check(batch, calls)
-            seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
-            described = {"batch": batch.name, "flops": 4 * batch.pairs * batch.heads * HEAD_DIM}
-            described["bytes"] = 2 * sum(batch.keys) * batch.kv_heads * HEAD_DIM * DTYPE.itemsize
-            measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
-            told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
-            print(f"{batch.name}: {told}", flush=True)
-            bench_peers.write_record(RECORD, done, len(batches), measured)
+    measured = {FLASHINFER: version, "heads": HEADS, "kv_heads": KV_HEADS}
+    measured |= {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE}
+    time_batches(batches, calls_of, work_of, HEAD_DIM, measured, RECORD, rounds)
 
 
 if __name__ == "__main__":

@@ -175,24 +175,25 @@ __device__ inline void merge_tile(const ForwardParams& call, const Merger& merge
     merger.merge(work, work.parts, result_of, columns);
 }
 
-// Where blocks have shares of keys, there are small blocks for each of them. A tile is merged by
-// those of all shares with parts of it but the last: of few parts, each block merges many columns.
+// Where blocks have shares of keys, there are some small blocks for each of those blocks. A tile is
+// merged by those of all that have parts of it but the last. If it has few parts, they are few, and
+// each merges `kMany` times eight columns.
 template <class Merger>
 __device__ inline void merge_share(const ForwardParams& call, const Merger& merger) {
     constexpr int kMany = 4;
     static_assert(Merger::kColumns % kMany == 0, "these are of one warpgroup");
-    const int of_share = gridDim.x / call.parting.count, share = blockIdx.x / of_share;
-    const TileToMerge& tile = tiles_to_merge(call)[share];
+    const int of_block = gridDim.x / call.parting.count, block = blockIdx.x / of_block;
+    const TileToMerge& tile = tiles_to_merge(call)[block];
     if (tile.parts == 0) return;
-    const int blocks = (tile.parts - 1) * of_share;
-    const int number = tile.part * of_share + blockIdx.x % of_share;
-    const int first_share = share - tile.part;
-    const auto result_of = [&](int part) { return result_of_part(first_share, part); };
-    if (blocks >= Merger::kAllColumns) {
+    const int mergers = (tile.parts - 1) * of_block;
+    const int number = tile.part * of_block + blockIdx.x % of_block;
+    const int first = block - tile.part;  // blocks with consecutive shares are adjacent
+    const auto result_of = [&](int part) { return result_of_block(first + part, part == 0); };
+    if (mergers >= Merger::kAllColumns) {
         if (number < Merger::kAllColumns)
             merger.template merge_alone<1>(tile.work, tile.parts, result_of, number);
     } else {
-        for (int i = number; i < Merger::kAllColumns / kMany; i += blocks)
+        for (int i = number; i < Merger::kAllColumns / kMany; i += mergers)
             merger.template merge_alone<kMany>(tile.work, tile.parts, result_of, i * kMany);
     }
 }

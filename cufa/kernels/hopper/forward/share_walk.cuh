@@ -20,11 +20,10 @@ __device__ inline TileToMerge* tiles_to_merge(const ForwardParams& call) {
     return static_cast<TileToMerge*>(call.workspace);
 }
 
-// Blocks with consecutive shares are adjacent. Each may leave two results: of the tile that it ends
-// or continues, and of the one that it begins. The number of those of a part of a tile that `block`
-// begins:
-__device__ inline int result_of_part(int block, int part) {
-    return 2 * (block + part) + (part == 0);
+// A block may leave two results: of the tile that it ends or continues, and of the one that it
+// begins. Their numbers:
+__device__ inline int result_of_block(int block, bool begins) {
+    return 2 * block + begins;
 }
 
 // Whole warps call these functions. Between tiles, a producer has few registers for a place. A
@@ -55,7 +54,7 @@ class ShareWalk {
         Work work = tile();
         work.first = round;
         work.last = round + count - 1;
-        if (count < rounds) work.number = 2 * blockIdx.x + (round == 0);
+        if (count < rounds) work.number = result_of_block(blockIdx.x, round == 0);
         if (left.begin + count == left.end)
             leave_to_merge(round + count < rounds ? to_merge(work, rounds)
                                                   : TileToMerge{work, 0, 0});

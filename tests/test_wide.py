@@ -73,9 +73,9 @@ def test_no_spill_of_latents_in_8_bits(features, dtype):
     call = replace(LATENT, dtype=dtype, kv_dtype=of_keys, features=FEATURES[features])
     plan = make_plan(call, H200, NAME)
     warnings = jit.build(plan.variant).warnings
-    if plan.tiles["shares"] == 1:
+    if plan.tiles["shares"] == 1 or dtype != FLOAT8:
         assert warnings == ()
-    # The walk through a share: some words, once per tile of queries.
+    # With Q in 8 bits, too, the walk through a share: some words, once per tile of queries.
     assert all(
         re.fullmatch(rf"{NAME}: \d\d? bytes spill stores, \d\d? bytes spill loads", w) for w in warnings
     )

@@ -149,7 +149,7 @@ def fastest(
             continue
         mean = _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count
         # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
-        if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
+        if mean > min(least, worth_it * (mean + time_of_tile(tiles, pace, max(key_tiles)))):
             continue
         for parts in numbers_of_parts(max(key_tiles), tiles.most_parts):
             if _unsuited_parts(problem, tiles, key_tiles, parts) is None:
@@ -209,7 +209,7 @@ def _time(
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""
         of_part = _time_of_part(problem, tiles, parts, count) if count > 1 else 0
-        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part
+        return time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part
 
     if not problem.causal and not varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)
@@ -235,7 +235,7 @@ def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list
     return problem.batch * problem.heads * of_head
 
 
-def _time_of_tile(tiles: TileSizes, pace: Pace, keys: int) -> float:
+def time_of_tile(tiles: TileSizes, pace: Pace, keys: float) -> float:
     """The time of a tile of queries that looks at this many tiles of keys."""
     return keys * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
 

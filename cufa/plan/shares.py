@@ -77,7 +77,10 @@ def gains(problem: Problem, tiles: SharedTiles, pace: Pace, least: float, device
     of_block = _lines(problem) * tiles_of_share(problem, tiles) / device.sm_count
     if lengths_vary(problem) and of_block > 1:
         rounds = problem.seqlen_k / tiles.block_n
-        least = of_block * _time_of_tile(tiles, pace, mean * rounds) + _time_of_tile(tiles, pace, rounds) / 2
+        least = (
+            of_block * parting.time_of_tile(tiles, pace, mean * rounds)
+            + parting.time_of_tile(tiles, pace, rounds) / 2
+        )
     reading = mean * memory_time(problem, device)
     in_shares = max(time(problem, tiles, pace, mean), reading + merging_time(problem, tiles))
     return in_shares < WORTH_IT * max(least, reading)
@@ -91,8 +94,8 @@ def time(problem: Problem, tiles: SharedTiles, pace: Pace, of_longest: float = 1
     rounds = math.ceil(of_longest * _rounds(problem, tiles) / tiles.shares)
     further_tiles = _parts(problem, tiles) / tiles.shares - 1
     return (
-        _time_of_tile(tiles, pace, rounds)
-        + further_tiles * _time_of_tile(tiles, pace, 0)
+        parting.time_of_tile(tiles, pace, rounds)
+        + further_tiles * parting.time_of_tile(tiles, pace, 0)
         + merging_time(problem, tiles)
     )
 
@@ -104,10 +107,6 @@ def merging_time(problem: Problem, tiles: SharedTiles) -> float:
     of_block = parts / (tiles.shares * side_by_side)
     part_bytes = parting.part_bytes(problem, tiles)
     return MERGING + part_bytes * (parting.OF_WRITTEN_BYTE * of_block + OF_MERGED_BYTE * parts)
-
-
-def _time_of_tile(tiles: SharedTiles, pace: Pace, rounds: float) -> float:
-    return rounds * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
 
 
 def _parts(problem: Problem, tiles: SharedTiles) -> int:

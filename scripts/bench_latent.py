@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bench_peers
 import click
@@ -19,22 +20,21 @@ import cupy
 import numpy as np
 import torch
 from bench_decode import in_pages
-from bench_peers import ROOT
 from bench_serving import (
-    BACKENDS,
     DTYPE,
     FLASHINFER,
-    PACKAGE,
     WORKSPACE_BYTES,
     Batch,
+    Subject,
     decode,
+    options,
     time_batches,
 )
-from peer_calls import Call, version_of
+from peer_calls import Call
 
 import cufa
 
-RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "latent.json"))
+RECORD = Path(os.environ.get("CUFA_RECORD", bench_peers.ROOT / "benchmarks" / "latent.json"))
 # As in DeepSeek-AI 2024, with projections absorbed: values are the first columns of keys.
 HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE = 128, 576, 512, 64
 SCALE = HEAD_DIM**-0.5
@@ -80,7 +80,7 @@ class Inputs:
         return cls(q, in_pages(latents, table, PAGE_SIZE), table.to(torch.int32), lengths)
 
 
-def cufa_call(inputs: Inputs) -> Call:
+def cufa_call(_: Batch, inputs: Inputs) -> Call:
     q, latents, block_table, lengths = (cupy.from_dlpack(x) for x in vars(inputs).values())
     attend = partial(cufa.attention, q, latents, latents[..., :VALUE_DIM], softmax_scale=SCALE)
     return partial(attend, causal=True, block_table=block_table, seqused_k=lengths)
@@ -117,27 +117,17 @@ def flashinfer_calls(
     return calls, plan_seconds
 
 
+def work_of(batch: Batch) -> dict[str, int]:
+    flops = 2 * batch.pairs * batch.heads * (HEAD_DIM + VALUE_DIM)
+    return {"flops": flops, "bytes": sum(batch.keys) * HEAD_DIM * DTYPE.itemsize}
+
+
 @click.command(help=__doc__)
-@click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
-@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
-def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
-    bench_peers.require_gpu()
-    version = version_of(PACKAGE)
-
-    def calls_of(batch: Batch) -> tuple[dict[str, Call], dict[str, float]]:
-        inputs = Inputs.draw(batch)
-        calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
-        return {"cufa": cufa_call(inputs), **calls}, plan_seconds
-
-    def work_of(batch: Batch) -> dict[str, int]:
-        flops = 2 * batch.pairs * batch.heads * (HEAD_DIM + VALUE_DIM)
-        return {"flops": flops, "bytes": sum(batch.keys) * HEAD_DIM * DTYPE.itemsize}
-
-    batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
-    measured = {FLASHINFER: version, "heads": HEADS, "head_dim": HEAD_DIM}
-    measured |= {"value_dim": VALUE_DIM, "page_size": PAGE_SIZE}
-    time_batches(batches, calls_of, work_of, VALUE_DIM, measured, RECORD, rounds)
+@options(BATCHES)
+def main(**asked: Any) -> None:
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "page_size": PAGE_SIZE}
+    subject = Subject(Inputs.draw, cufa_call, flashinfer_calls, work_of, VALUE_DIM, sizes, RECORD)
+    time_batches(subject, BATCHES, **asked)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -183,54 +183,70 @@ def check(calls: dict[str, Call], heads: int, dim: int) -> None:
         bench_peers.check_alike(name, calls[name](), "cufa", expected)
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is timed: the arrays of a batch and calls of both libraries with them.
+
+    The record has `sizes` and, of each batch, its `work`: operations, and bytes of keys and values.
+    """
+
+    draw: Callable[[Batch], Any]
+    cufa_call: Callable[[Batch, Any], Call]
+    flashinfer_calls: Callable[[Batch, Any, Sequence[str]], tuple[dict[str, Call], dict[str, float]]]
+    work: Callable[[Batch], dict[str, int]]
+    value_dim: int
+    sizes: dict[str, int]
+    record: Path
+
+
+def options(batches: Sequence[Batch]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of a command that times some of these batches."""
+    names = click.Choice([each.name for each in batches])
+    given = (
+        click.option("--batch", "chosen", type=names, multiple=True),
+        click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS),
+        click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True),
+    )
+    return lambda function: reduce(lambda decorated, option: option(decorated), reversed(given), function)
+
+
 def time_batches(
-    batches: Sequence[Batch],
-    calls_of: Callable[[Batch], tuple[dict[str, Call], dict[str, float]]],
-    work_of: Callable[[Batch], dict[str, int]],
-    value_dim: int,
-    measured: dict[str, Any],
-    record: Path,
-    rounds: int,
+    subject: Subject, batches: Sequence[Batch], chosen: Sequence[str], backends: Sequence[str], rounds: int
 ) -> None:
-    """Time the calls of each batch, and write what is measured beside `measured`."""
+    """Time the calls of each batch, or of those that are chosen, and write the record."""
+    bench_peers.require_gpu()
     torch.manual_seed(0)
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
     other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
-    points: list[dict[str, Any]] = []
+    version = version_of(PACKAGE)
+    batches = [batch for batch in batches if not chosen or batch.name in chosen]
+    measured: dict[str, Any] = {FLASHINFER: version, **subject.sizes, "points": []}
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for batch in batches:
-            calls, plan_seconds = calls_of(batch)
-            check(calls, batch.heads, value_dim)
+        for done, batch in enumerate(batches, 1):
+            inputs = subject.draw(batch)
+            calls, plan_seconds = subject.flashinfer_calls(batch, inputs, backends) if version else ({}, {})
+            calls = {"cufa": subject.cufa_call(batch, inputs), **calls}
+            check(calls, batch.heads, subject.value_dim)
             seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
-            timed = {"seconds": seconds, "plan_seconds": plan_seconds}
-            points.append({"batch": batch.name, **work_of(batch), **timed})
+            described = {"batch": batch.name, **subject.work(batch)}
+            measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
             told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
             print(f"{batch.name}: {told}", flush=True)
-            bench_peers.write_record(record, len(points), len(batches), measured | {"points": points})
+            bench_peers.write_record(subject.record, done, len(batches), measured)
+
+
+def work_of(batch: Batch) -> dict[str, int]:
+    key_bytes = 2 * batch.kv_heads * HEAD_DIM * DTYPE.itemsize
+    return {"flops": 4 * batch.pairs * batch.heads * HEAD_DIM, "bytes": sum(batch.keys) * key_bytes}
 
 
 @click.command(help=__doc__)
-@click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
-@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
-def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
-    bench_peers.require_gpu()
-    version = version_of(PACKAGE)
-
-    def calls_of(batch: Batch) -> tuple[dict[str, Call], dict[str, float]]:
-        inputs = Inputs.draw(batch)
-        calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
-        return {"cufa": cufa_call(batch, inputs), **calls}, plan_seconds
-
-    def work_of(batch: Batch) -> dict[str, int]:
-        key_bytes = 2 * batch.kv_heads * HEAD_DIM * DTYPE.itemsize
-        return {"flops": 4 * batch.pairs * batch.heads * HEAD_DIM, "bytes": sum(batch.keys) * key_bytes}
-
-    batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
-    measured = {FLASHINFER: version, "heads": HEADS, "kv_heads": KV_HEADS}
-    measured |= {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE}
-    time_batches(batches, calls_of, work_of, HEAD_DIM, measured, RECORD, rounds)
+@options(BATCHES)
+def main(**asked: Any) -> None:
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE}
+    subject = Subject(Inputs.draw, cufa_call, flashinfer_calls, work_of, HEAD_DIM, sizes, RECORD)
+    time_batches(subject, BATCHES, **asked)
 
 
 if __name__ == "__main__":

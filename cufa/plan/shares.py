@@ -19,6 +19,8 @@ from cufa.plan.record import Parting
 from cufa.problem import MAX_EXTENT, Problem
 from cufa.rounding import ceil_div
 
+# share_walk.cuh: as many keys as take as long as a tile of queries beside its keys.
+TILE_IN_KEYS = 192
 # Nanoseconds on an H200 of the launch that merges, and per byte of all parts.
 MERGING, OF_MERGED_BYTE = 3500, 0.00027
 # How long sequences are on average, of the longest, if only the GPU knows.
@@ -43,7 +45,8 @@ def unsuited(problem: Problem, tiles: TileSizes) -> str | None:
     if problem.causal or problem.features.packed:
         how = "packed" if problem.features.packed else "under a causal mask"
         return f"keys are not shared out {how}"
-    if _rounds(problem, tiles) > MAX_EXTENT:
+    without_keys = _lines(problem) * (TILE_IN_KEYS // tiles.block_n)
+    if without_keys + _rounds(problem, tiles) > MAX_EXTENT:
         return f"tiles of keys are counted only up to {MAX_EXTENT:,}"
     return None
 

@@ -2,8 +2,9 @@
 //
 // A round is as many keys as a block processes at once. The rounds of all tiles form a line,
 // sequence after sequence, and every share has equally many: perhaps the end of a tile, whole
-// tiles, and the beginning of one more. Only the GPU knows the lengths. stream-K divides matrix
-// products in the same way (Osama et al. 2023).
+// tiles, and the beginning of one more. If a tile takes time beside its keys, it has further rounds
+// without keys before them. Only the GPU knows the lengths. stream-K divides matrix products in the
+// same way (Osama et al. 2023).
 #pragma once
 
 #include "call/key_tiles.cuh"
@@ -22,22 +23,22 @@ struct KeyHeadsInLine {
     __device__ static int tiles(const Sequence&, const Sizes& sizes) { return sizes.kv_heads; }
 };
 
-// The tiles of one sequence: how many there are, and the rounds of each.
+// The tiles of one sequence: how many there are, and the rounds of each that have keys.
 struct SequenceRounds {
     int tiles, rounds;
-
-    __device__ int all() const { return tiles * rounds; }
 };
 
-// The place of a round: the sequence, the number of its tile of rows, and the round in that tile.
+// The place of a round: the sequence, the number of its tile of rows, and the round in that tile,
+// negative if it has no keys.
 struct RoundPlace {
     int batch, tile, round;
     SequenceRounds of;
 };
 
 // The line. Whole warps call these functions, all lanes with the same arguments.
-template <class InLine, int BlockN, int TilesOfRound>
+template <class InLine, int BlockN, int TilesOfRound, int RoundsWithoutKeys = 0>
 struct RoundLine {
+    static constexpr int kWithoutKeys = RoundsWithoutKeys;  // before those of each tile
     const ForwardParams& params;
 
     __device__ int count() const { return line().count(); }
@@ -46,10 +47,11 @@ struct RoundLine {
     __device__ RoundPlace at(int round) const {
         const auto [batch, number] = line().at(round);
         const SequenceRounds of = of_sequence(batch);
-        return {batch, number / of.rounds, number % of.rounds, of};
+        const int of_tile = kWithoutKeys + of.rounds;
+        return {batch, number / of_tile, number % of_tile - kWithoutKeys, of};
     }
 
-    // The first round of the tile after that of `place`, which must exist.
+    // The first round with keys of the tile after that of `place`, which must exist.
     __device__ RoundPlace next_tile(RoundPlace place) const {
         place.round = 0;
         ++place.tile;
@@ -61,7 +63,7 @@ struct RoundLine {
         return place;
     }
 
-    // Even a tile without keys has a round: its rows must be written.
+    // Even a tile that sees no key has a round with keys: its rows must be written.
     __device__ SequenceRounds of_sequence(int batch) const {
         const Sequence sequence(params, batch);
         if (!sequence.is_ours()) return {};
@@ -74,7 +76,10 @@ struct RoundLine {
     struct RoundsOf {
         const RoundLine& rounds;
 
-        __device__ int operator()(int batch) const { return rounds.of_sequence(batch).all(); }
+        __device__ int operator()(int batch) const {
+            const SequenceRounds of = rounds.of_sequence(batch);
+            return of.tiles * (kWithoutKeys + of.rounds);
+        }
     };
     __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
 };

@@ -26,11 +26,14 @@ __device__ inline int result_of_block(int block, bool begins) {
     return 2 * block + begins;
 }
 
+// As many keys as a block could process in the time that a tile of queries takes beside its keys.
+constexpr int kTileInKeys = 192;
+
 // Whole warps call these functions. Between tiles, a producer has few registers for a place. A
 // template over `Work`, because tiles may have no shares.
 template <int BlockM, int BlockN, class Work = WorkTile>
 class ShareWalk {
-    using Line = RoundLine<KeyHeadsInLine, BlockN, 1>;
+    using Line = RoundLine<KeyHeadsInLine, BlockN, 1, kTileInKeys / BlockN>;
 
   public:
     __device__ explicit ShareWalk(const ForwardParams& call) : call(call) {
@@ -38,15 +41,17 @@ class ShareWalk {
         left = all.share(blockIdx.x % shares());
         if (left.begin == left.end) return;
         const RoundPlace first = all.at(left.begin);
+        round = max(first.round, 0);
+        skip(round - first.round);
+        if (left.begin == left.end) return;
         batch = first.batch;
         kv_head = first.tile;
-        round = first.round;
     }
 
     // The tiles of the share come one after the other, whatever the index.
     __device__ Work at(unsigned int) {
         if (left.begin == left.end) {
-            if (batch < 0) leave_to_merge({Work::none(), 0, 0});  // the share was empty
+            if (batch < 0) leave_to_merge({Work::none(), 0, 0});  // there was no key in the share
             return Work::none();
         }
         const int rounds = Line{call}.of_sequence(batch).rounds;
@@ -55,7 +60,7 @@ class ShareWalk {
         work.first = round;
         work.last = round + count - 1;
         if (count < rounds) work.number = result_of_block(blockIdx.x, round == 0);
-        if (left.begin + count == left.end)
+        if (left.end - left.begin - count <= Line::kWithoutKeys)
             leave_to_merge(round + count < rounds ? to_merge(work, rounds)
                                                   : TileToMerge{work, 0, 0});
         advance(count);
@@ -84,8 +89,10 @@ class ShareWalk {
         if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = tile;
     }
 
+    __device__ void skip(int rounds) { left.begin = min(left.begin + rounds, left.end); }
+
     __device__ void advance(int count) {
-        left.begin += count;
+        skip(count + Line::kWithoutKeys);
         round = 0;
         ++kv_head;
         if (kv_head == call.sizes.kv_heads) {

@@ -76,14 +76,32 @@ def test_nonfinite_values_show_where_they_are_seen(rng, dims, bad):
     ],
 )
 def test_values_that_are_the_beginnings_of_keys(rng, tiles, features):
-    """With room for the next keys, and without; also a NaN that some rows see."""
-    for dims in [(576, 512), (320, 320)]:
+    """With room for the next keys, and without; also a NaN that some rows see.
+
+    Tiles of keys come in three parts, in two, and whole.
+    """
+    for dims in [(576, 512), (384, 384), (320, 320)]:
         case = draw_case(rng, "bfloat16", features, seqlen_q=70, seqlen_k=200, **sizes_of(dims))
         k = case.problem.k
         with_views = replace(case, problem=replace(case.problem, v=k[..., : dims[1]]))
         check(with_views, tiles)
         k.reshape(-1, dims[0])[:: k.size // dims[0] // 3, [0, -1]] = np.nan
         check(with_views, tiles)
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("wgmma_wide_forward.cuh", "smem.k_ring.parts[part].wait_full(k_at);"),
+        ("wgmma_forward_copies.cuh", "ring.wait_empty(at);"),
+    ],
+)
+def test_parts_of_tiles_are_handed_over(rng, tmp_path, header, line):
+    folder = planted(tmp_path, header, line, "")
+    case = draw_case(rng, "float16", (), seqlen_q=70, seqlen_k=500, **sizes_of((272, 256)))
+    case = replace(case, problem=replace(case.problem, v=case.problem.k[..., :256]))
+    with pytest.raises(EmulatorError, match=r"race|one arrival too many|no thread has written"):
+        check(case, {"block_n": 32, "stages": 2}, folder=folder)
 
 
 LATENTS = {"heads": 2, "kv_heads": 1, "head_dim": 272, "head_dim_v": 256}

@@ -63,7 +63,8 @@ struct Smem : ValuesApart<kValuesInKeys>, QueriesAndOutput<kOutputApart> {
     KeyRows k[kStages];
     PanelTile<kWgmmaM, kBlockN> weights;
     Handed handed;
-    TileRing k_ring, v_ring;  // v_ring is for values apart from the keys
+    KeyRing k_ring;
+    TileRing v_ring;  // for values apart from the keys
     Ring<kQueryStages> q_ring[kTeams];
     Helpers helpers;
     Work work;
@@ -96,6 +97,26 @@ struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     __device__ float output_scale() const { return output_scale_of(params, descaled); }
 };
 
+// One thread does this. A template, so that only what is there is compiled.
+template <class Smem>
+__device__ inline void init_barriers(Smem& smem) {
+    constexpr int kComputing = kConsumers * kWarps;
+    constexpr int kOfOne = kWarps;  // of the warpgroup whose turn it is, or whose columns these are
+    if constexpr (kWidensKeys) {
+        smem.k_ring.init(kComputing, kWarps);
+    } else if constexpr (kInParts) {
+        smem.k_ring.init(kOfOne + kInspectors, kOfOne);
+    } else if constexpr (kValuesInKeys) {
+        smem.k_ring.init(kComputing + kInspectors);
+    } else {
+        smem.k_ring.init(kOfOne);
+        smem.v_ring.init(kComputing + kInspectors);
+    }
+    smem.q_ring[0].init(kComputing + (kWidensKeys ? kWarps : kInspectors));
+    smem.helpers.init();
+    ptx::barrier_init_fence();
+}
+
 // What the warps that do not compute do. A template, so that only one way is compiled.
 template <class Smem>
 __device__ inline void bring(Smem& smem, const Params& params) {
@@ -125,17 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
         prefetch_maps(params);
-        constexpr int kComputing = kConsumers * kWarps, kReaders = kComputing + kInspectors;
-        if (!kValuesInKeys) smem.k_ring.init(kWarps);  // of the warpgroup whose turn it is
-        if constexpr (kWidensKeys) {
-            smem.k_ring.init(kComputing, kWarps);
-            smem.q_ring[0].init(kComputing + kWarps);
-        } else {
-            value_ring(smem).init(kReaders);
-            smem.q_ring[0].init(kReaders);
-        }
-        smem.helpers.init();
-        ptx::barrier_init_fence();
+        init_barriers(smem);
     }
     __syncthreads();
     if constexpr (kMergesLater) {

@@ -61,6 +61,8 @@ SHARE_OF_KEYS_BYTES, PART_BYTES = 12, 8
 # Of the launch that merges what blocks with shares leave: its blocks for each of those, small ones.
 MERGING_BLOCKS, MERGING_GROUPS = 16, 1
 FLOAT_BYTES = 4
+# The barriers of a stage: a ring's two for each of up to three parts of K, and for V, and the inspectors'.
+STAGE_BARRIERS = 9
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _smem_bytes(problem: Problem, tiles: Tiles, output_apart: bool) -> int:
     stage_bytes = (
         panel_tile_bytes(tiles.block_n, max(problem.head_dim, value_cols if in_keys else 0))  # K
         + (0 if in_keys else panel_tile_bytes(tiles.block_n, value_cols))  # V
-        + 5 * BARRIER_BYTES
+        + STAGE_BARRIERS * BARRIER_BYTES
         + FINDINGS_BYTES
     )
     of_queries = panel_tile_bytes(WGMMA_M, problem.head_dim)

@@ -218,6 +218,16 @@ __device__ inline auto& value_ring(Smem& smem) {
     }
 }
 
+// The columns of V in a tile of values.
+template <class Tile>
+__device__ inline auto& value_columns(Tile& tile) {
+    if constexpr (kValuesInKeys && kKeyCols > kValueCols) {
+        return tile.template panels_from<kValueCols>(0);
+    } else {
+        return tile;
+    }
+}
+
 // The columns of V of which a warpgroup computes those of O.
 template <class Tile>
 __device__ inline auto& own_columns(Tile& v, int warpgroup) {

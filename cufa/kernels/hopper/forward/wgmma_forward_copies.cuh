@@ -2,7 +2,7 @@
 // values; others process each tile of values before the consumers do.
 #pragma once
 
-#include "hopper/forward/wgmma_forward_block.cuh"
+#include "hopper/forward/key_columns.cuh"
 
 // Walks over the tiles of keys that a mask or a mask_mod shows at least partly to a tile of
 // queries, from the last tile down. If it shows none, the walk has the last tile of the range.
@@ -79,7 +79,7 @@ __device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile&
 
 // Starts the copy of a tile of keys or values, from first_key and first_col on.
 template <class Tile>
-__device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
+__device__ inline void send_tile(Tile& tile, TileRing& ring, RingPosition<kStages> at,
                                  const TensorMap& map, WorkTile work, const Sequence& sequence,
                                  const KeyPages& pages, int first_key, int first_col,
                                  TileLabel label = {}) {
@@ -88,17 +88,45 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
         const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
         if (!starts_copies()) return;
         ring.label(at, label);
-        boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
+        boxes.copy(tile, map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
     } else {
         if (!starts_copies()) return;
         ring.label(at, label);
         ptx::Barrier& full = ring.announce(at, Tile::kBytes);
         const int batch = kPacked ? 0 : work.batch;
-        if constexpr (kOddRows<kHeadDim> || kOddRows<kValueDim>) {
-            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key, 0, first_col);
+        if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {
+            copy_tile(tile, map, full, batch, work.kv_head, first_key, 0, first_col);
         } else {
-            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key);
+            copy_tile(tile, map, full, batch, work.kv_head, first_key);
         }
+    }
+}
+
+// The same for Cols columns of a tile of keys, which are a part of it.
+template <int Cols, class Smem>
+__device__ inline void send_part(Smem& smem, RingPosition<kStages> at, const Params& params,
+                                 const WorkTile& work, const Sequence& sequence,
+                                 const KeyPages& pages, int first_key, int first_col, int part) {
+    send_tile(columns_of_part<Cols>(smem.k[at.stage], part), smem.k_ring.parts[part], at, params.k,
+              work, sequence, pages, first_key, first_col + first_col_of_part(part));
+}
+
+// The same for a tile of keys; `owner` is the warpgroup that computes its scores, if several take
+// turns. Parts come in the order in which consumers release those of the tile before.
+template <class Smem>
+__device__ inline void send_keys(Smem& smem, RingPosition<kStages> at, const Params& params,
+                                 const WorkTile& work, const Sequence& sequence,
+                                 const KeyPages& pages, int first_key, int first_col, int owner) {
+    if constexpr (kInParts) {
+        if constexpr (kKeysAlone > 0)
+            send_part<kKeysAlone>(smem, at, params, work, sequence, pages, first_key, first_col,
+                                  kColumnWarpgroups);
+        for (int i = 0; i < kColumnWarpgroups; ++i)
+            send_part<kOwnCols>(smem, at, params, work, sequence, pages, first_key, first_col,
+                                (owner + i) % kColumnWarpgroups);
+    } else {
+        send_tile(smem.k[at.stage], smem.k_ring, at, params.k, work, sequence, pages, first_key,
+                  first_col);
     }
 }
 
@@ -108,8 +136,8 @@ __device__ inline void send_values(Smem& smem, RingPosition<kStages> at, const P
                                    WorkTile work, const Sequence& sequence, const KeyPages& pages,
                                    int first_key, int first_col, TileLabel label = {}) {
     if constexpr (!kValuesInKeys) {
-        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, first_key, first_col,
-                  label);
+        send_tile(smem.v[at.stage], smem.v_ring, at, params.v, work, sequence, pages, first_key,
+                  first_col, label);
     }
 }
 
@@ -144,8 +172,8 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
     const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
     SeenWalk walk(params.call, work, keys);
     KeyPages pages = pages_from(params.call, work, sequence, key_of(walk));
-    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), k_col,
-              walk.label());
+    send_tile(smem.k[at.stage], smem.k_ring, at, params.k, work, sequence, pages, key_of(walk),
+              k_col, walk.label());
     send_queries(smem, params, q_at, work);
     send_bias(smem, params, work, walk.tile, bias_at);
     while (!walk.at_end()) {
@@ -158,8 +186,8 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
             ask();
         } else {
             pages_after = pages_from(params.call, work, sequence, key_of(next));
-            send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
-                      key_of(next), k_col, next.label());
+            send_tile(smem.k[after.stage], smem.k_ring, after, params.k, work, sequence,
+                      pages_after, key_of(next), k_col, next.label());
         }
         send_values(smem, at, params, work, sequence, pages, key_of(walk), v_col, walk.label());
         if (!walk.at_last()) send_bias(smem, params, work, next.tile, bias_at);
@@ -199,11 +227,13 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             continue;
         }
         const KeyRange keys = key_tiles_of(params.call, work);
-        if (kKeyMask && !keys.none()) {
-            int asked;
-            send_seen(smem, params, q_at, at, bias_at, work, keys, [&] { asked = ask(); });
-            index = uniform<kLanes>(asked);
-            continue;
+        if constexpr (kKeyMask) {
+            if (!keys.none()) {
+                int asked;
+                send_seen(smem, params, q_at, at, bias_at, work, keys, [&] { asked = ask(); });
+                index = uniform<kLanes>(asked);
+                continue;
+            }
         }
         const int first_key = sequence.first_k;
         const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
@@ -213,7 +243,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (!keys.none()) {
             const int key = first_key + tile * kBlockN;
             pages = pages_from(params.call, work, sequence, key);
-            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key, k_col);
+            send_keys(smem, at, params, work, sequence, pages, key, k_col, 0);
         }
         send_queries(smem, params, q_at, work);
         if (!keys.none()) send_bias(smem, params, work, tile, bias_at);
@@ -226,8 +256,8 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                 const int key = first_key + tile * kBlockN;
                 if (tile > keys.begin) {
                     pages_after = pages_from(params.call, work, sequence, key - kBlockN);
-                    send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
-                              key - kBlockN, k_col);
+                    send_keys(smem, after, params, work, sequence, pages_after, key - kBlockN,
+                              k_col, (keys.end - tile) % kColumnWarpgroups);
                 }
                 send_values(smem, at, params, work, sequence, pages, key, v_col);
                 if (tile > keys.begin) send_bias(smem, params, work, tile - 1, bias_at);

@@ -36,7 +36,8 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
     follow_values(smem, params, [&](bool cut, bool, RingPosition<kStages> at) {
         bool found = false;
         if (cut)
-            found = finds_nonfinite<kLookers>(value_tiles(smem)[at.stage], inspector * 32 + lane);
+            found = finds_nonfinite<kLookers>(value_columns(value_tiles(smem)[at.stage]),
+                                              inspector * 32 + lane);
         found = __any_sync(0xffffffffu, found);
         __syncwarp();  // a vote does not order reads
         if (lane == 0) {
@@ -96,7 +97,7 @@ struct InspectedConsumer : Base {
         if (kTeams == 1) __syncwarp();
         if (!found) return;
 
-        auto& v = value_tiles(smem)[v_at.stage];
+        auto& v = value_columns(value_tiles(smem)[v_at.stage]);
         auto& own = own_columns(v, Base::warpgroup);
         const Mask mask = this->mask_of(work);
         for (int key = 0; key < kBlockN; ++key)

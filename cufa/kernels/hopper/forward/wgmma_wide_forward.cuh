@@ -125,14 +125,14 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         float shrink[2];
         if constexpr (kScoresFirst) {
             issue_scores(s);
-            wait_output<1>(o);
+            wait_output<kKeyParts>(o);
             add_others(o, softmax, work, tile + 1, other_cut);
             wait_scores<1>(s);
         } else {
             wait_output<0>(o);
             add_others(o, softmax, work, tile + 1, other_cut);
             issue_scores(s);
-            wait_output<1>(o);
+            wait_output<kKeyParts>(o);
             wait_scores<0>(s);
         }
         const bool raised = weigh(p, softmax, s, shrink, work, tile, cut);
@@ -165,7 +165,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
     // Issues the product that adds the output of a tile whose weights this warpgroup has.
     __device__ void add_own(Output& o, const Weights& p, const WorkTile& work, int tile, bool cut) {
         if (cut) self().take_out_nonfinite(o, work, tile);
-        value_ring(smem).wait_full(v_at);
+        own_ring(smem, warpgroup).wait_full(v_at);
         issue_product_pn<kBlockN, kOwnCols>(o, p, own_values());
     }
 
@@ -185,7 +185,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         }
         if (__builtin_expect(__any_sync(0xffffffffu, raised), false)) rescale(o, shrink);
         if (cut) self().take_out_nonfinite(o, work, tile);
-        value_ring(smem).wait_full(v_at);
+        own_ring(smem, warpgroup).wait_full(v_at);
         issue_product_nn<kBlockN, kOwnCols>(o, smem.weights, own_values());
     }
 
@@ -225,23 +225,46 @@ struct WideConsumer : ForwardScores<Self, Smem> {
     }
 
     __device__ void issue_scores(Scores& s) {
-        smem.k_ring.wait_full(k_at);
-        issue_product_nt<kDepth, kBlockN>(s, smem.q[0][q_at.stage], smem.k[k_at.stage]);
+        if constexpr (kInParts) {
+            if constexpr (kKeysAlone > 0) issue_part<kKeysAlone, false>(s, kColumnWarpgroups);
+            issue_part<kOwnCols, (kKeysAlone > 0)>(s, warpgroup);
+            issue_part<kOwnCols, true>(s, 1 - warpgroup);
+        } else {
+            smem.k_ring.wait_full(k_at);
+            issue_product_nt<kDepth, kBlockN>(s, smem.q[0][q_at.stage], smem.k[k_at.stage]);
+        }
+    }
+
+    // Issues the product of some columns, which s is or, if Add, to which it is added.
+    template <int Cols, bool Add>
+    __device__ void issue_part(Scores& s, int part) {
+        smem.k_ring.parts[part].wait_full(k_at);
+        issue_product_nt<Cols, kBlockN, Add>(s, columns_of_part<Cols>(smem.q[0][q_at.stage], part),
+                                             columns_of_part<Cols>(smem.k[k_at.stage], part));
     }
 
     template <int Pending>
     __device__ void wait_scores(Scores& s) {
         wait_product<Pending>(s);
-        if (!kValuesInKeys && threadIdx.x % 32 == 0) smem.k_ring.release(k_at);
+        if (threadIdx.x % 32 == 0) release_keys();
         for (int i = 0; i < kColumnWarpgroups; ++i) k_at.advance();  // to the next of one's own
         self().unscale(s);
         if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
     }
 
+    // Releases the columns that are needed only for scores.
+    __device__ void release_keys() {
+        if constexpr (!kValuesInKeys) {
+            smem.k_ring.release(k_at);
+        } else if constexpr (kKeysAlone > 0) {
+            smem.k_ring.parts[kColumnWarpgroups].release(k_at);
+        }
+    }
+
     template <int Pending>
     __device__ void wait_output(Output& o) {
         wait_product<Pending>(o);
-        release_and_advance(value_ring(smem), v_at);
+        release_and_advance(own_ring(smem, warpgroup), v_at);
     }
 
     __device__ auto& own_values() { return own_columns(value_tiles(smem)[v_at.stage], warpgroup); }

@@ -93,6 +93,7 @@ def attention(
     seqused_k: Any = None,
     block_table: Any = None,
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     precision: Precision = "ieee",
     layout: LayoutName = "bshd",
     return_lse: bool = False,
@@ -192,6 +193,7 @@ def attention(
             with cu_seqlens_k. There are no gradients. On a GPU the numbers are not checked.
         max_seqlen_q: the most queries that a sequence of cu_seqlens_q has, if you know it. Only planning
             uses it, for tiles that suit the lengths. No result depends on it.
+        max_seqlen_k: the same for the keys of cu_seqlens_k, by which the backward is planned.
         precision: of float32 products: "ieee" for the error of float32, or the faster "tf32": tensor cores
             round operands to 10 bits of mantissa. No effect on the CPU or with return_attn_probs.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then
@@ -233,7 +235,11 @@ def attention(
     check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
-    asked = _asked(causal, window, values, layout, precision, mods, max_seqlen_q=max_seqlen_q)
+    asked = _asked(
+        *(causal, window, values, layout, precision, mods),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     optional = {
         "bias": bias,
         "mask": mask,
@@ -336,6 +342,8 @@ def attention_backward(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     precision: Precision = "ieee",
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -382,6 +390,9 @@ def attention_backward(
         cu_seqlens_q: as in the forward call; gradients of tokens outside all sequences are not written.
         cu_seqlens_k: as in the forward call.
         seqused_k: as in the forward call; keys beyond it have gradient 0.
+        max_seqlen_q: as in the forward call, which alone is planned by it.
+        max_seqlen_k: the most keys that a sequence of cu_seqlens_k has, if you know it. Only planning uses
+            it: if they are few, a block has a whole sequence. No result depends on it.
         precision: as in `attention`; it may differ from the forward call's.
         deterministic: the same bits in every run; slower on a GPU.
         return_dbias: also return the gradient of the bias.
@@ -425,7 +436,11 @@ def attention_backward(
     if return_dscore_mod:
         of_features += ("score_mod",)
         of_arrays = mods.array_gradients
-    asked = _asked(causal, window, values, layout, precision, mods, deterministic, of_features)
+    asked = _asked(
+        *(causal, window, values, layout, precision, mods, deterministic, of_features),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
         "dlse": dlse,
@@ -525,6 +540,7 @@ def plan(
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     precision: Precision = "ieee",
     layout: LayoutName = "bshd",
     kernel: str | None = None,
@@ -554,6 +570,7 @@ def plan(
         gradients: inputs whose gradients are also requested: "bias", "sink", or "score_mod" for the arrays
             that it reads; with `backward` only.
         max_seqlen_q: as in `attention`.
+        max_seqlen_k: as in `attention`.
         precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
@@ -567,8 +584,7 @@ def plan(
         The Plan; print it to read it.
 
     Raises:
-        TypeError, ValueError: as `attention`; also for an option of the backward without `backward`, or
-            max_seqlen_q with it.
+        TypeError, ValueError: as `attention`; also for an option of the backward without `backward`.
         GPUUnavailableError: no GPU and no arch.
     """
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
@@ -586,14 +602,16 @@ def plan(
         given = ", ".join(name for name, value in refused.items() if value)
         if given:
             raise ValueError(f"{given}: only for gradients, which are planned with backward=True")
-    elif max_seqlen_q is not None:
-        raise ValueError("max_seqlen_q is given; it is only for the forward, and backward is True")
     direction: Direction = "backward" if backward else "forward"
     mods = mods_of(score_mod, mask_mod)
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed, offset)
-    asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
+    asked = _asked(
+        *(causal, window, values, layout, precision, mods, deterministic, gradients),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     known = known_of(direction, described, asked)
     _scale_of(known.problem, softmax_scale, values)
     in_keys = known.keeps_keys and arrays.values_in_keys(k, v)
@@ -659,6 +677,7 @@ def _asked(
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Asked:
     """The options that a kernel is planned for. Of softcap and dropout, only whether they are on.
 
@@ -670,7 +689,9 @@ def _asked(
     if window is not None:
         window = check_window(window)
     if max_seqlen_q is not None:
-        check_longest(max_seqlen_q)
+        check_longest("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        check_longest("max_seqlen_k", max_seqlen_k)
     return (
         causal,
         window,
@@ -682,4 +703,5 @@ def _asked(
         precision,
         *(mods.written_with_gradients if "score_mod" in gradients else mods.written),
         max_seqlen_q,
+        max_seqlen_k,
     )

@@ -89,6 +89,7 @@ class Options(NamedTuple):
     score_mod: Written | None = None
     mask_mod: Written | None = None
     max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
 
 def check_options(options: Options) -> None:
@@ -98,7 +99,8 @@ def check_options(options: Options) -> None:
     check_layout(options.layout)
     check_window(options.window)
     check_gradients(options.gradients)
-    check_longest(options.max_seqlen_q)
+    check_longest("max_seqlen_q", options.max_seqlen_q)
+    check_longest("max_seqlen_k", options.max_seqlen_k)
 
 
 def check_gradients(gradients: object) -> None:
@@ -125,13 +127,13 @@ def refuse_gpu_options(**options: object) -> None:
             raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")
 
 
-def check_longest(max_seqlen_q: object) -> None:
-    """Check the most queries of a packed sequence; None means unknown."""
-    if max_seqlen_q is None:
+def check_longest(name: str, longest: object) -> None:
+    """Check the most queries or keys of a packed sequence; None means unknown."""
+    if longest is None:
         return
-    wanted = f"max_seqlen_q is {shown(max_seqlen_q)}; it may be None or an integer from 0 on"
+    wanted = f"{name} is {shown(longest)}; it may be None or an integer from 0 on"
     try:
-        negative = integer(max_seqlen_q) < 0
+        negative = integer(longest) < 0
     except TypeError:
         raise TypeError(wanted) from None
     if negative:
@@ -255,12 +257,19 @@ def make_problem(
         _check_paging(direction, shapes)
     if packed and options.layout != "bshd":
         raise ValueError(f"layout is {options.layout!r}, but packed sequences must be in 'bshd'")
-    if options.max_seqlen_q is not None and not packed:
-        raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
+    for side, longest in (("q", options.max_seqlen_q), ("k", options.max_seqlen_k)):
+        if longest is not None and f"cu_seqlens_{side}" not in shapes:
+            raise ValueError(f"max_seqlen_{side} is {longest} and cu_seqlens_{side} is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
     causal, window = _range(options)
     features = _features(problem, shapes, dtypes, options, window)
-    return replace(problem, causal=causal, features=features, max_seqlen_q=options.max_seqlen_q)
+    return replace(
+        problem,
+        causal=causal,
+        features=features,
+        max_seqlen_q=options.max_seqlen_q if direction == "forward" else None,
+        max_seqlen_k=options.max_seqlen_k if direction == "backward" else None,
+    )
 
 
 def _tensors(

@@ -54,7 +54,18 @@ Arrays = dict[str, Any]
 
 # The fields of `Options`. Only a call that is not cached makes an `Options` of them.
 Asked = tuple[
-    bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None, int | None
+    bool,
+    Window,
+    bool,
+    bool,
+    bool,
+    tuple[str, ...],
+    str,
+    str,
+    Written | None,
+    Written | None,
+    int | None,
+    int | None,
 ]
 # The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs` instead.
 Chosen = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]

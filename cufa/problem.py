@@ -209,7 +209,8 @@ class Problem:
     `queries_as_heads`, which only plans set, query heads count as queries, and queries as heads; with
     `ends_by_head`, a head then sees the keys that the causal mask shows to the query.
     With `bias_boxes`, the copy engine can bring boxes of the bias, which then has 16-bit elements.
-    `max_seqlen_q` is the most queries of a packed sequence, as the caller says; only speed depends on it.
+    `max_seqlen_q`, of the forward, and `max_seqlen_k`, of the backward, are the most queries and keys of a
+    packed sequence, as the caller says; only speed depends on them.
     """
 
     direction: Direction
@@ -233,11 +234,13 @@ class Problem:
     bias_boxes: bool = False
     kv_dtype: str | None = None
     max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
     @cached_property
     def kind(self) -> Problem:
         """The same problem with all sizes 1, to look up what does not depend on sizes."""
-        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
+        one = replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1)
+        return replace(one, max_seqlen_q=None, max_seqlen_k=None)
 
     @cached_property
     def with_queries_as_heads(self) -> Problem:
@@ -295,6 +298,11 @@ class Problem:
     def group(self) -> int:
         """Query heads that share a KV head; 0 if there are no heads."""
         return self.heads // max(1, self.kv_heads)
+
+    @property
+    def longest_keys(self) -> int:
+        """How many keys a sequence has at most, if the caller is right. Only speed may depend on it."""
+        return self.most_keys if self.max_seqlen_k is None else min(self.max_seqlen_k, self.most_keys)
 
     @property
     def most_keys(self) -> int:

@@ -64,9 +64,8 @@ def cufa_calls(packed: Packed, tensors: Collection[torch.Tensor]) -> dict[str, d
     starts = cupy.from_dlpack(packed.starts)
     q, k, v, dout = (cupy.from_dlpack(x) for x in tensors)
     options = {"causal": packed.causal, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    attend = functools.partial(
-        cufa.attention, q, k, v, return_lse=True, max_seqlen_q=max(packed.lengths), **options
-    )
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(packed.lengths))
+    attend = functools.partial(cufa.attention, q, k, v, return_lse=True, **options)
     differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, *attend(), **options)
     calls: dict[str, dict[str, Call]] = {"cufa": {"forward": attend, "backward": differentiate}}
     if len(set(packed.lengths)) == 1:

@@ -539,6 +539,12 @@ def test_floats_of_some_calls_are_refused_after_equal_integers(rng: np.random.Ge
         call(q[0], k[0], v[0], **packed, max_seqlen_q=19)
         with pytest.raises(TypeError, match=r"^max_seqlen_q is 19\.0; it may be None or an integer"):
             call(q[0], k[0], v[0], **packed, max_seqlen_q=19.0)
+    gradients = cufa.attention_backward(
+        *(dout[0], q[0], k[0], v[0], dout[0], lse[0]), **packed, max_seqlen_k=23, backend="numpy"
+    )
+    assert [x.shape for x in gradients] == [x[0].shape for x in (q, k, v)]
+    with pytest.raises(TypeError, match=r"^max_seqlen_k is 23\.0; it may be None or an integer"):
+        cufa.attention_backward(*(dout[0], q[0], k[0], v[0], dout[0], lse[0]), **packed, max_seqlen_k=23.0)
 
 
 def test_a_rung_has_tiles_of_integers() -> None:
@@ -800,10 +806,16 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
             ValueError,
             r"gradients is \('mask',\); it may be a tuple of 'bias', 'sink' or 'score_mod'",
         ),
+        ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q is 3 and cu_seqlens_q is not given"),
         (
-            {"backward": True, "max_seqlen_q": 3},
+            {"backward": True, "max_seqlen_k": 3},
             ValueError,
-            "max_seqlen_q is given; it is only for the forward",
+            "max_seqlen_k is 3 and cu_seqlens_k is not given",
+        ),
+        (
+            {"backward": True, "max_seqlen_k": -3},
+            ValueError,
+            "max_seqlen_k is -3; it may be None or an integer from 0 on",
         ),
         ({"return_lse": True}, TypeError, r"plan\(\) has no return_lse; it has bias, mask, "),
         ({"backward": "yes"}, TypeError, "backward is 'yes'; it may be True or False"),

@@ -241,6 +241,22 @@ def test_keys_before_the_window(rng, kernel, dtype, dims):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
+@pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
+def test_packed_sequences_that_blocks_have_alone(rng, kernel, dtype, dims):
+    """Sequences without keys or without queries stand between others; one has more keys than the plan knows.
+
+    Features in turn: compiling takes most of the time.
+    """
+    turn = BACKWARDS.index((kernel, dtype, dims))
+    sizes = {"head_dim": dims[0], "head_dim_v": dims[1]} | HEADS
+    case = packed_case(rng, dtype, 5, [64, 70, 0, 193, 1, 130], [60, 0, 50, 30, 300, 1], **sizes)
+    case.numbers["causal"] = turn % 2 == 0
+    if turn % 3 == 0:
+        case.arrays["seqused_k"] = np.array([41, 0, 50, 0, 150, 1], np.int32)
+    gradients = gradients_of(kernel, case, max_seqlen_k=64, device=dataclasses.replace(DEVICE, sm_count=4))
+    assert_gradients(gradients, case.problem, **case.backward)
+
+
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
 def test_windows_of_several_tiles(rng, kernel, dtype, dims, number):

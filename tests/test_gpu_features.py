@@ -9,6 +9,7 @@ from feature_cases import (
     draw_case,
     hide_nan,
     mask_by_tiles,
+    packed_case,
     sets_of,
 )
 from gpu_calls import check_forward, on_gpu, results_of, skip_unless_it_runs_here, tensors
@@ -128,6 +129,29 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
         with np.errstate(invalid="ignore"):
             assert_attention(out.get(), lse.get(), case.problem, **case.forward)
             assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
+@pytest.mark.parametrize(("longest", "told"), [(64, 64), (128, 128), (300, 20)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences_of_few_keys(cupy, rng, head_dim, longest, told):
+    """As few as the call says, which the plan relies on for speed, or more."""
+    rows, keys = rng.integers(0, longest + 1, (2, 200)).tolist()
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim}
+    case = packed_case(rng, "bfloat16", 3, rows, keys, **sizes)
+    q, k, v, dout = tensors(cupy, case)
+    options = on_gpu(cupy, case.forward)
+    out, lse = cufa.attention(q, k, v, **options, return_lse=True)
+    gradients = [cupy.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    cufa.attention_backward(dout, q, k, v, out, lse, **options, **named, max_seqlen_k=told)
+    gradients = tuple(x.get() for x in gradients)
+    for gradient, starts in zip(gradients, ("q", "k", "k"), strict=True):
+        begin, end = case.arrays[f"cu_seqlens_{starts}"][[0, -1]]
+        outside = np.r_[0:begin, end : len(gradient)]
+        assert np.isnan(gradient[outside].astype(np.float32)).all()
+        gradient[outside] = 0
+    with np.errstate(invalid="ignore"):
+        assert_gradients(gradients, case.problem, **case.backward)
 
 
 @pytest.mark.parametrize("features", [("causal", "packed", "seqused_k"), ("mask", "dbias", "dropout")])

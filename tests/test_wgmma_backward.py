@@ -191,7 +191,7 @@ def test_packed_sequences_have_tiles_of_their_own():
     tiles = 4096 // plan.tiles["block_m"] + 3
     assert [part.shape[0] for part in plan.scratch] == [4 * tiles, 4 * tiles, 1]
     assert [launch.grid for launch in plan.launches] == [4 * tiles, 2 * (4096 // 128 + 3), 4 * tiles]
-    assert not takes_whole_heads(plan_of(replace(problem(seqlen=64), features=Features(packed=True))))
+    assert not takes_whole_heads(plan_of(replace(problem(seqlen=129), features=Features(packed=True))))
 
 
 # Many tiles of keys, at head dims over 128 of few sequences, whose sums the L2 cache holds; and few tiles.
@@ -511,6 +511,19 @@ def test_packed_sequences_add_as_batches_of_their_mean_length(head_dim, causal, 
     plan = plan_of(replace(call, features=Features(packed=True)))
     assert adding(plan) == expected
     assert rounds(plan) == (expected == "kInOrder")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "most", "alone"), [(64, 128, True), (64, 129, False), (128, 0, True), (256, 64, True)]
+)
+def test_packed_sequences_of_few_keys_are_a_blocks_alone(head_dim, most, alone):
+    """As far as the caller says: parts of rows, which may then not be apart, are not there."""
+    for sequences in (2, 512):
+        call = replace(problem(head_dim, batch=sequences, seqlen=sequences * 100), max_seqlen_k=most)
+        plan = plan_of(replace(call, features=Features(packed=True)))
+        assert takes_whole_heads(plan) == rounds(plan) == alone
+        assert not alone or plan.tiles["row_parts"] == 1
+        assert not takes_whole_heads(plan_of(replace(plan.problem, max_seqlen_k=None)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

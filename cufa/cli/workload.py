@@ -62,7 +62,7 @@ class Workload:
 
     def forward(self, rung: Rung) -> Arrays:
         """Compute out and lse."""
-        options = self._options(rung) | self._forward_options()
+        options = self._options(rung)
         with library_errors():
             out, lse = cufa.attention(**self._tensors("q", "k", "v"), **options, return_lse=True)
         return {"out": out, "lse": lse}
@@ -103,8 +103,6 @@ class Workload:
             options.pop(name, None)
         if direction == "backward":
             options |= {"backward": True, "gradients": self.gradients[3:]} | self._backward_options()
-        else:
-            options |= self._forward_options()
         with library_errors():
             return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
@@ -123,11 +121,10 @@ class Workload:
             gradients=self.gradients[3:] if backward else (),
             layout=self.layout,
             precision=asked.precision,
-            **({} if backward else self._forward_options()),
         )
         with library_errors():
             score_mod, mask_mod = mods_of(asked).written
-            options = options._replace(score_mod=score_mod, mask_mod=mask_mod)
+            options = options._replace(score_mod=score_mod, mask_mod=mask_mod, **self._longest())
             problem = make_problem(direction, shapes, dtypes, options)
         return replace(
             problem, transposed_values=asked.transposed_values, values_in_keys=asked.values_in_keys
@@ -163,14 +160,17 @@ class Workload:
         return rules | {name: array for name, array in self.arrays.items() if name not in others}
 
     def _options(self, rung: Rung) -> Arrays:
-        """`rules` and the arguments for layout, kernel and backend."""
+        """`rules` and the arguments for lengths, layout, kernel and backend."""
         backend = "cuda" if self.on_gpu else "numpy"
-        return self.rules() | asdict(rung) | {"layout": self.layout, "backend": backend}
+        options = self._longest() | asdict(rung) | {"layout": self.layout, "backend": backend}
+        return self.rules() | options
 
-    def _forward_options(self) -> Arrays:
-        """The arguments that only the forward has."""
-        varlen = self.features.varlen
-        return {} if varlen is None else {"max_seqlen_q": max(queries for queries, _ in varlen)}
+    def _longest(self) -> Arrays:
+        """The most queries and keys of packed sequences."""
+        if self.features.varlen is None:
+            return {}
+        most = zip("qk", map(max, zip(*self.features.varlen, strict=True)), strict=True)
+        return {f"max_seqlen_{of}": count for of, count in most if f"cu_seqlens_{of}" in self.arrays}
 
     def _backward_options(self) -> Arrays:
         """The arguments that only the backward has."""

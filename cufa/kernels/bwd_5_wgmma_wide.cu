@@ -114,7 +114,6 @@ __device__ inline auto walk_of(const Consumer<kRole>& consumer, const Tiles& til
 
 template <Role kRole>
 __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
-    const Sizes& sizes = params.call.sizes;
     Consumer<kRole> consumer(smem, params);
     do {
         typename Consumer<kRole>::KeyGradients dk = {};
@@ -132,7 +131,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
             finish(consumer, dk, dq);
         }
         consumer.store(dk, dv);
-    } while (Keys::next(work, sizes));
+    } while (Keys::next(work, params.call));
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

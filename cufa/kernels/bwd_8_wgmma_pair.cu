@@ -133,7 +133,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work, i
         const Tiles tiles(params.call, work);
         consumer.begin(work);
         consume_queries(consumer, tiles, RangeWalk(tiles, params.call.sizes, work.part));
-    } while (Keys::next(work, params.call.sizes));
+    } while (Keys::next(work, params.call));
 }
 
 template <Role kRole, class Consumer>

@@ -39,14 +39,15 @@ class Adding(Enum):
 
 
 def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Tiles) -> bool:
-    """Whether a block works on all keys of a KV head, for a part of the heads and sequences of one length.
+    """Whether a block works on all keys of a KV head, for a part of the heads.
 
     It then needs no zeroed sums, and loads the head's queries for one tile of keys after the other. That is
-    faster if the L2 cache holds all these queries and no SM is idle.
+    faster if the L2 cache holds all these queries and no SM is idle. Packed sequences may differ in length,
+    and have more keys than the caller says.
     """
     heads = problem.batch * problem.kv_heads * tiles.all_parts
     if problem.features.packed:
-        return False
+        return problem.longest_keys <= block_n and tiles.row_parts == 1
     if problem.seqlen_k <= block_n or heads == 0:
         return True
     if tiles.row_parts > 1:  # different blocks add to a tile of queries for different keys

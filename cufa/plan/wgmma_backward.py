@@ -166,9 +166,11 @@ def _in_clusters(device: Device, blocks: int) -> Device:
 
 def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Choice[Tiles]:
     """The tiles, with the parts that occupy all SMs or those that the caller asks for."""
-    # In order, parts of rows would wait for each other.
-    in_order = kind.adding_of(kind.best) is Adding.IN_ORDER
-    may_split_rows = not in_order and overrides.keys().isdisjoint(("parts", "row_parts"))
+    # In order, parts of rows would wait for each other. Those of a packed sequence that a block has alone
+    # might not be apart, if it has more keys than the caller says.
+    adding = kind.adding_of(kind.best)
+    together = adding is Adding.IN_ORDER or (adding is Adding.ALONE and problem.features.packed)
+    may_split_rows = not together and overrides.keys().isdisjoint(("parts", "row_parts"))
     parts, row_parts = best_parts(problem, kind.best, device.sm_count, may_split_rows=may_split_rows)
     best = replace(kind.best, parts=parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
@@ -262,7 +264,7 @@ def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding:
         few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
-        return problem.seqlen_k <= tiles.block_n
+        return problem.longest_keys <= tiles.block_n
     return has_registers
 
 

@@ -163,6 +163,7 @@ def attention_backward(
     precision: str = "ieee",
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
+    max_seqlen_k: int | None = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
     device: Device = DEVICE,
@@ -186,6 +187,7 @@ def attention_backward(
         mods,
         deterministic=deterministic,
         gradients=gradients,
+        max_seqlen_k=max_seqlen_k,
         precision=precision,
     )
     plan = _plan("backward", arrays, options, kernel, tiles, device)

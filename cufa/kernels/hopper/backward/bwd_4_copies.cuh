@@ -103,7 +103,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                     send_queries(smem, params, work, at, to, bias_to);
                 }
             }
-            if (Keys::next(work, sizes)) continue;
+            if (Keys::next(work, params.call)) continue;
         }
         work = take();
     }

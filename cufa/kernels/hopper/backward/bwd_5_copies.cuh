@@ -77,7 +77,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
                 send_queries(smem, params, work, at, to);
             }
         }
-    } while (Keys::next(work, sizes));
+    } while (Keys::next(work, params.call));
 }
 
 // ---- three more threads, if blocks take turns to add to dQ ----

@@ -61,7 +61,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
                           to);
             }
         }
-    } while (Keys::next(work, sizes));
+    } while (Keys::next(work, params.call));
 }
 
 // ---- three more threads, if blocks take turns to add to dQ ----

@@ -86,7 +86,9 @@ struct KeyOrder {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
         const int parts = parts_of_heads(sizes);
-        if constexpr (kPacked) {
+        if constexpr (kPacked && kAdding == kAlone) {
+            return {Sequence(call, index / parts), static_cast<int>(index % parts), 0};
+        } else if constexpr (kPacked) {
             const int* starts = call.features.cu_seqlens_k;
             const int batch =
                 row_tile<BlockN>(index / parts, sizes.batch, sizes.seqlen_k, starts).batch;
@@ -109,13 +111,16 @@ struct KeyOrder {
     // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
         const int heads = parts_of_heads(sizes);
-        if constexpr (kPacked) return heads * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
+        if constexpr (kPacked && kAdding != kAlone)
+            return heads * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
         return sizes.batch * heads * tiles_of_head(sizes);
     }
 
     // Advances to the next tile, if it was taken together with this one.
-    __device__ static bool next(KeyWork& work, const Sizes& sizes) {
-        return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
+    __device__ static bool next(KeyWork& work, const BackwardParams& call) {
+        if (kAdding != kAlone) return false;
+        work.first_key += BlockN;
+        return work.first_key < end_of_keys(call, work.sequence(call));
     }
     // Whether no query sees keys before these. In a window, QueryTileRange::first_of says it of
     // each tile of queries.

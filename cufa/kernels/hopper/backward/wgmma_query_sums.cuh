@@ -191,8 +191,9 @@ struct WholeQuerySums : FoursOfThreads {
 
 // Whether a block uses the same sums for one head after the other. They stay in the L2 cache then.
 // A warpgroup that has whole tiles may get sums that the other one had: it has waited for dS^T of
-// its tile, which the other shared after it was done with them.
-constexpr bool kReusesSums = kAdding == kAlone && kRounds;
+// its tile, which the other shared after it was done with them. Packed sequences have few keys, as
+// far as known: then there are no sums of several tiles of keys.
+constexpr bool kReusesSums = kAdding == kAlone && kRounds && !kPacked;
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
 // have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a

@@ -65,8 +65,10 @@ from cufa.problem import (
 from cufa.score_mod import Mods, mods_of
 from cufa.score_rules import Rules
 from cufa.tensor_layout import contiguous_bias_lies_in_boxes, contiguous_strides
+from cufa.untraced import untraced
 
 
+@untraced
 def attention(
     q: Any,
     k: Any,
@@ -317,6 +319,7 @@ def check_attention(
         _plan_of(known.problem, target(None), None, None)
 
 
+@untraced
 def attention_backward(
     dout: Any,
     q: Any,
@@ -477,6 +480,7 @@ def attention_backward(
     return *results, tuple([name and call.give_back(name, None) for name in of_arrays])
 
 
+@untraced
 def softmax(
     x: Any,
     *,
@@ -522,6 +526,7 @@ def softmax(
     return adopted.give_back(result)
 
 
+@untraced
 def plan(
     q: Any,
     k: Any,

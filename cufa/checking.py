@@ -5,8 +5,8 @@ error of standard attention computed in the same dtype: a result may have `OUTPU
 gradient `GRADIENT_FACTOR` times, plus `ROUNDINGS` roundings.
 
 8-bit inputs count as multiplied by their descales. There is no standard attention in 8 bits to compare with,
-so a result may be off only by `ROUNDINGS` roundings. If only keys and values have 8 bits, standard attention
-takes them in the dtype of the queries.
+so a result may be off only by `ROUNDINGS` roundings, each element of the output by its own. If only keys and
+values have 8 bits, standard attention takes them in the dtype of the queries.
 
 float32 with precision="tf32" is compared with standard attention in tf32: every matrix, including the inputs,
 is rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
@@ -47,7 +47,7 @@ ROUNDINGS = 3
 class Comparison:
     """The error of one result, and how large it may be.
 
-    `error` is the largest |actual - exact|, infinite where only one of the two is NaN or infinite.
+    `error` is |actual - exact| of the worst element, infinite if only one of the two is NaN or infinite.
     `standard` is the error of standard attention, `rounding` that of the exact result itself. `wrong` of the
     `size` elements have too large an error. `worst` describes the worst element.
     """
@@ -87,13 +87,14 @@ def compare(
     standard: Array,
     factor: float,
     what: str,
-    rounding_of_sums: float = 0.0,
+    rounding_of_sums: Any = 0.0,
 ) -> Comparison:
     """Check that |actual - exact| <= factor * max |standard - exact| + ROUNDINGS * rounding.
 
     The rounding is that of the exact result: half a unit in the last place of its largest element, in the
     dtype of `actual`, plus the rounding of the terms that this element sums. Without it, a baseline that
-    happens to be exact would allow no error at all. Where exact is NaN or infinite, actual must be the
+    happens to be exact would allow no error at all. If there is a rounding for each element's terms, then
+    also of its own size. Where exact is NaN or infinite, actual must be the
     same; anywhere else NaN and infinity are wrong.
 
     Args:
@@ -102,7 +103,7 @@ def compare(
         standard: the result of standard attention in the dtype of `actual`, same shape.
         factor: how many times the error of `standard` is allowed.
         what: the result's name, for messages.
-        rounding_of_sums: from `rounding_of_sums`.
+        rounding_of_sums: from `rounding_of_sums`, a number or of the same shape.
 
     Raises:
         ValueError: the shapes differ.
@@ -112,20 +113,25 @@ def compare(
             f"{what} has shape {actual.shape}, the truth {exact.shape}, standard attention {standard.shape}"
         )
     finite = np.isfinite(exact)
-    error = _distance(actual, exact)
-    rounding = rounding_of_sums + half_ulp(np.abs(exact).max(where=finite, initial=0), actual.dtype)
+    sizes = np.where(finite, np.abs(exact), 0)
+    of_each = np.ndim(rounding_of_sums) > 0
+    rounding = rounding_of_sums + half_ulp(sizes if of_each else sizes.max(initial=0), actual.dtype)
+    rounding = np.broadcast_to(rounding, exact.shape)
     off = float(_distance(standard, exact).max(where=finite, initial=0))
-    good = np.where(finite, error <= factor * off + ROUNDINGS * rounding, error == 0)
-    worst = what
+    error = _distance(actual, exact)
+    allowed = np.where(finite, factor * off + ROUNDINGS * rounding, 0)
+    good = error <= allowed
+    worst, of_worst = what, (0.0, 0.0)
     if good.size:
-        index = np.unravel_index(np.argmax(np.where(good, -1, error)), error.shape)
+        index = np.unravel_index(np.argmax(np.where(good, error - allowed.max(), error)), error.shape)
         worst = f"{what}{[int(i) for i in index]} is {actual[index]}, should be {exact[index]}"
+        of_worst = float(error[index]), float(rounding[index])
     return Comparison(
         what=what,
         dtype=actual.dtype.name,
-        error=float(error.max(initial=0)),
+        error=of_worst[0],
         standard=off,
-        rounding=rounding,
+        rounding=of_worst[1],
         factor=factor,
         wrong=int(np.count_nonzero(~good)),
         size=good.size,
@@ -221,7 +227,7 @@ def compare_results(
             standard[what][tokens[what]],
             factor(what),
             what,
-            rounding[what],
+            rounding[what][tokens[what]] if np.ndim(rounding[what]) else rounding[what],
         )
         for what, actual in results.items()
     ]

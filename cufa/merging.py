@@ -19,11 +19,13 @@ from cufa.problem import (
     dtype_name,
 )
 from cufa.tensor_layout import layout_of
+from cufa.untraced import untraced
 
 # Outputs may overlap these inputs: each input element is read before the output element there is written.
 _IN_PLACE = frozenset((result, f"{result}_{part}") for result in ("out", "lse") for part in ("a", "b"))
 
 
+@untraced
 def merge(
     out_a: Any,
     lse_a: Any,

@@ -18,6 +18,8 @@ from cufa.score_mod import ElementSlope
 Array: TypeAlias = npt.NDArray[Any]
 
 TF32_MANTISSA_BITS = 10
+# 8-bit weights are rounded relative to the largest weight known by then, up to this many times the largest.
+FLOAT8_LARGEST_WEIGHT = 4
 # Hopper sums 8-bit products with this error, relative to the largest term; it shows in the LSE.
 FLOAT8_SUM_ERROR = 2.0**-12
 
@@ -36,14 +38,15 @@ def rounding_of_sums(
     return_dsink: bool = False,
     return_dscore_mod: bool = False,
     **rules: Any,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Estimate how much rounding alone changes each result, for any algorithm.
 
     The roundings of the terms of a sum are independent, so their squares add up. The arguments are those of
     `cufa.reference.attention_backward`.
 
     Returns:
-        A number for each of out, lse, dq, dk and dv and, if requested, dbias, dsink and dscore_mod[i].
+        A number for each of out, lse, dq, dk and dv and, if requested, dbias, dsink and dscore_mod[i]: what
+        `largest_or_each` makes of its elements.
     """
     q, k, v, dout = (x.astype(np.float64) for x in finite(q, k, v, dout))
     rules = with_finite_bias(rules)
@@ -75,9 +78,19 @@ def rounding_of_sums(
             ElementSlope(name, slope**2, indices).add_to(
                 squares[f"d{name}"], of_head["dscore_mod"], head.visible
             )
-    return {
-        what: math.sqrt(square.max(initial=0, where=np.isfinite(square))) for what, square in squares.items()
-    }
+    return {what: largest_or_each(dtype_name, what, square) for what, square in squares.items()}
+
+
+def largest_or_each(dtype_name: str, what: str, squares: Array) -> Any:
+    """How much rounding changes the elements of a result: the most that it changes one.
+
+    Of an output for 8-bit inputs, an array: how much it changes each. There is no standard attention that
+    says how large errors are, and by the few weights of a causal row's first keys they are 30 times as large
+    as by many.
+    """
+    if dtype_name == FLOAT8 and what == "out":
+        return np.sqrt(np.where(np.isfinite(squares), squares, 0))
+    return math.sqrt(np.max(squares, initial=0, where=np.isfinite(squares)))
 
 
 def squared_roundings(
@@ -118,7 +131,9 @@ def squared_roundings(
     exponent2 = (half_epsilon(rounded.sums) * (size_S + size_product + size_lse)) ** 2
     exponent2 += 2 * (rounded.input_error * size_product) ** 2
     exponent2 *= np.maximum(1, slopes.modified**2)
-    P2 = head.probabilities(S, lse) ** 2 * (rounded.error**2 + exponent2)
+    P = head.probabilities(S, lse)
+    P2 = P**2 * (rounded.error**2 + exponent2)
+    P2 += (rounded.least_error * P.max(axis=1, keepdims=True, initial=0)) ** 2 * (P > 0)
     weights2 = P2 * head.kept**2
     D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
     dmodified2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
@@ -142,7 +157,8 @@ def squared_roundings(
 class Rounded:
     """Rounds to one dtype, or to tf32; values keep the dtype in which products are summed.
 
-    `error` is the largest relative error of this rounding, `input_error` that of rounding the inputs.
+    `error` is the largest relative error of this rounding, `input_error` that of rounding the inputs. Weights in
+    8 bits have at least an error of `least_error` times the largest of their row.
     """
 
     def __init__(self, dtype_name: str, precision: str = "ieee") -> None:
@@ -151,6 +167,7 @@ class Rounded:
         self.tf32 = precision == "tf32"
         self.error = 2.0**-TF32_MANTISSA_BITS / 2 if self.tf32 else half_epsilon(self.dtype)
         self.input_error = self.error if self.tf32 else 0.0
+        self.least_error = FLOAT8_LARGEST_WEIGHT * half_ulp(0, self.dtype) if dtype_name == FLOAT8 else 0.0
 
     def __call__(self, x: Array) -> Array:
         """`x` after being stored in the dtype."""
@@ -194,11 +211,12 @@ def differentiable_arrays(rules: Mapping[str, Any]) -> dict[str, Array]:
 
 
 @np.errstate(all="ignore")
-def half_ulp(magnitude: Any, dtype: npt.DTypeLike) -> float:
-    """The largest rounding error of a number of this size."""
-    return float(np.spacing(np.asarray(magnitude).astype(dtype))) / 2
+def half_ulp(magnitude: Any, dtype: npt.DTypeLike) -> Any:
+    """The largest rounding error of a number of this size, or of each of an array."""
+    ulp = np.spacing(np.asarray(magnitude).astype(dtype)).astype(np.float64)
+    return ulp / 2 if np.ndim(magnitude) else float(ulp) / 2
 
 
 def half_epsilon(dtype: npt.DTypeLike) -> float:
     """The largest rounding error of 1."""
-    return half_ulp(1, dtype)
+    return float(half_ulp(1, dtype))

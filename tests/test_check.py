@@ -11,6 +11,7 @@ from tolerance import DTYPES, Array
 
 import cufa
 from cufa.cli import check
+from cufa.problem import FLOAT8, INPUT_DTYPES
 
 SETS = sets_of()
 
@@ -81,3 +82,24 @@ def test_the_sample_says_what_it_covers() -> None:
     coverage = checked(case, results, 12 * 4 * 25).coverage
     expected = "4 x 3 of 840 rows, 4 x 2 of 540 keys, 4 x 5 x 5 of the bias's 6,300 elements"
     assert coverage == f"a random sample: {expected}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrong_descales_of_8_bits_are_found(causal: bool) -> None:
+    """Rounding changes outputs for 8-bit inputs by 2 or 3 %, and those of few keys by more than of many."""
+    rng = np.random.default_rng(4)
+    q, k, v = (
+        rng.standard_normal((1, 400, 2, 32)).astype(np.float32).astype(INPUT_DTYPES[FLOAT8]) for _ in "qkv"
+    )
+    right = {f"{name}_descale": np.full((1, 2), 1.1, np.float32) for name in "qkv"}
+    out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True, **right, backend="numpy")
+    inputs, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
+    wrong = right | {"v_descale": right["v_descale"] * np.float32(1.15)}
+    for max_scores, size in ((2**30, out.size), (50_000, None)):
+        with mock.patch.object(check, "MAX_SCORES", max_scores):
+            options: dict[str, Any] = {"layout": "bshd", "causal": causal}
+            assert check.check(inputs, results, rng=rng, **options, **right).ok
+            of_out, of_lse = check.check(inputs, results, rng=rng, **options, **wrong).comparisons
+        assert of_out.wrong
+        assert of_lse.ok
+        assert size in (None, of_out.size)

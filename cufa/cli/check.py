@@ -22,7 +22,14 @@ import numpy.typing as npt
 from cufa.checking import Comparison, as_multiplied, compare, compare_results, factor, judge
 from cufa.problem import FLOAT8, INPUT_DTYPES, Direction, check_layout, dtype_name, four_axes
 from cufa.reference import Head, Rules, Sequence, exactly
-from cufa.rounding_errors import Rounded, finite, rounding_of_lse, squared_roundings, with_finite_bias
+from cufa.rounding_errors import (
+    Rounded,
+    finite,
+    largest_or_each,
+    rounding_of_lse,
+    squared_roundings,
+    with_finite_bias,
+)
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -84,7 +91,7 @@ class _Part:
     actual: Array
     exact: Array
     standard: Array
-    rounding: float
+    rounding: Any
 
 
 _Parts = dict[str, _Part]
@@ -135,13 +142,14 @@ def _compared(name: str, parts: list[_Part]) -> Comparison:
         first, *others = arrays
         return np.concatenate([x.ravel() for x in (first, *others)]) if others else first
 
+    roundings = [part.rounding for part in parts]
     compared = compare(
         joined(part.actual for part in parts),
         joined(part.exact for part in parts),
         joined(part.standard for part in parts),
         factor(name),
         f"the sample of {name}, ",  # its worst element has an index of the sample, not of the result
-        max(part.rounding for part in parts),
+        joined(roundings) if all(map(np.ndim, roundings)) else max(roundings),
     )
     return replace(compared, what=name)
 
@@ -308,7 +316,7 @@ class _Sample:
 
     def _part(self, name: str, place: Any, exact: Any, standard: Any, squares: Any) -> _Part:
         actual = np.asarray(self._results[name][place])
-        rounding = math.sqrt(np.max(squares, initial=0, where=np.isfinite(squares)))
+        rounding = largest_or_each(self._dtype, name, squares)
         if name == "lse":
             rounding += rounding_of_lse(self._dtype, np.asarray(exact))
         return _Part(actual, np.asarray(exact), np.asarray(standard).astype(actual.dtype), rounding)

@@ -319,6 +319,8 @@ def _import(array: Any, name: str, namespace: Any) -> Any:
         )
     dtype = _spelled(getattr(array, "dtype", None))
     try:
+        if hasattr(array, "data_ptr") and array.data_ptr() == 0 and 0 not in array.shape:
+            raise BufferError("it has elements, but no memory")  # for which NumPy would take some of its own
         if dtype in unknown:
             bits = array.view(getattr(namespace, unknown[dtype]))
             return reader(bits).view(INPUT_DTYPES[dtype])
@@ -404,6 +406,7 @@ def _is_traced(array: Any) -> bool:
 def check_same_kind(named: Mapping[str, Any]) -> None:
     """Raise TypeError, naming it, for anything that is not an array or not from the first one's library."""
     for name, array in named.items():
+        check_elements(name, array)
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             if _is_traced(array):
                 raise TypeError(
@@ -421,6 +424,45 @@ def check_same_kind(named: Mapping[str, Any]) -> None:
                 f"{name} is {kind_of(array)} and {first_name} {kind_of(first)}; "
                 "all arrays must be of one kind"
             )
+
+
+def check_elements(name: str, array: Any) -> None:
+    """Raise TypeError for a torch tensor whose elements are not simply what its memory holds.
+
+    Such are nested and sparse tensors and those of many subclasses: CausalBias, MaskedTensor, FakeTensor.
+    """
+    kind: Any = type(array)
+    torch, is_plain = _torch_of(kind)
+    if torch is None:
+        return
+    if not is_plain:
+        raise TypeError(
+            f"{name} is {kind_of(array)}, whose elements may be others than its memory holds; give a plain "
+            "torch.Tensor"
+        )
+    if array.is_nested:
+        raise TypeError(
+            f"{name} is {kind_of(array)} that is nested; for sequences of different lengths, pack them and "
+            "call cufa.attention with cu_seqlens_q and cu_seqlens_k"
+        )
+    if array.layout is not torch.strided:
+        raise TypeError(
+            f"{name} is {kind_of(array)} with layout {array.layout}; give what its to_dense() returns"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _torch_of(kind: Any) -> tuple[Any, bool]:
+    """torch, for its tensors, and whether a subclass leaves to it what functions do with them; else None."""
+    torch: Any = sys.modules.get("torch")
+    tensor: Any = getattr(torch, "Tensor", _NoArray)
+    if not issubclass(kind, tensor):
+        return None, True
+    function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
+    # Parameter's switches the mechanism off.
+    plain = tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__
+    is_plain = getattr(function, "__func__", function) in plain and dispatch is tensor.__torch_dispatch__
+    return torch, is_plain
 
 
 def check_no_mask(named: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from cufa.problem import (
 from cufa.rounding import round_up
 from cufa.score_rules import packed_pieces
 from cufa.tensor_layout import layout_of
+from cufa.untraced import untraced
 
 _E4M3 = INPUT_DTYPES[FLOAT8]
 _LARGEST = 448.0
@@ -34,6 +35,7 @@ _LARGEST = 448.0
 _DESCALES = np.finfo(np.float32)
 
 
+@untraced
 def quantize(
     x: Any,
     *,

@@ -22,12 +22,14 @@ from cufa.problem import (
     dtype_name,
 )
 from cufa.tensor_layout import layout_of
+from cufa.untraced import untraced
 
 POSITION_DTYPES = ("int32", "int64")
 # Each pair is read before it is written, so that out may be x.
 _IN_PLACE = frozenset([("out", "x")])
 
 
+@untraced
 def rotary(
     x: Any,
     cos: Any,

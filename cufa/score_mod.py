@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cufa.messages import shown
+from cufa.arrays import check_elements
+from cufa.messages import kind_of, shown
 from cufa.problem import dtype_of
 from cufa.traced.code import write_slopes
 from cufa.traced.derivatives import added_terms, derivative, element_derivatives, times
@@ -75,8 +76,9 @@ class _Mod:
         self.function = function
         self.arrays = arrays
         for number, array in enumerate(arrays):
+            check_elements(f"array {number} of {self.name}", array)
             if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-                raise TypeError(f"array {number} of {self.name} is {shown(array)}; it must be an array")
+                raise TypeError(f"array {number} of {self.name} is {kind_of(array)}; it must be an array")
             if len(array.shape) == 0:
                 raise ValueError(f"array {number} of {self.name} has no axis; it must have at least one")
             if dtype_of(array).name not in _ELEMENT_TYPES:

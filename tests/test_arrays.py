@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from inspect import isfunction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from cufa import arrays, device, reference
 from cufa.arrays import Adopted, adopt, on_current_gpu
 from cufa.device import GPUUnavailableError
 from cufa.problem import DTYPES
+from cufa.untraced import untraced
 
 DLPACK_CPU, DLPACK_CUDA, DLPACK_PINNED, DLPACK_ROCM = 1, 2, 3, 10
 INSTALL_CUPY = r"there is a GPU, but no CuPy to use it with: pip install 'cufa\[cuda13\]'"
@@ -199,6 +201,22 @@ def test_an_array_whose_sign_dlpack_leaves_out_is_named() -> None:
         TypeError, match=r"^q is a .*StandardArray with its negative bit .*q\.resolve_neg\(\)$"
     ):
         adopt({"q": q}, None)
+
+
+def test_an_array_with_elements_and_no_memory_is_named() -> None:
+    """As torch's in torch.func.functionalize; NumPy would take new memory for it."""
+
+    class Unplaced(StandardArray):
+        def __init__(self, values: Any) -> None:
+            super().__init__(values)
+            self.shape = values.shape
+
+        def data_ptr(self) -> int:
+            return 0
+
+    with pytest.raises(TypeError, match=r"^q is a .*Unplaced that .*: it has elements, but no memory$"):
+        adopt({"q": Unplaced(some_array())}, None)
+    assert adopt({"q": Unplaced(some_array()[:0])}, None).arrays["q"].shape == (0, 3, 4)
 
 
 def test_an_array_of_a_subclass_is_of_its_bases_library(library: Any) -> None:
@@ -661,6 +679,82 @@ def test_torch_tensors_that_cannot_be_read_are_named() -> None:
             cufa.attention(unreadable, unreadable, unreadable)
 
 
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_torch_tensors_whose_elements_are_not_their_memorys_are_named() -> None:
+    torch = pytest.importorskip("torch")
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    masked = pytest.importorskip("torch.masked")
+    fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
+    q = torch.zeros(1, 4, 2, 8)
+    parts = [q[0], q[0, :2]]
+    strange = {
+        bias.causal_lower_right(
+            4, 4
+        ): "CausalBias, whose elements may be others than its memory holds; give a",
+        masked.masked_tensor(q, q == 0): "MaskedTensor, whose elements may be others than its memory holds",
+        fake_tensor.FakeTensorMode().from_tensor(q): "FakeTensor, whose elements may be others",
+        torch.nested.nested_tensor(parts): "Tensor that is nested; for sequences of different lengths, pack",
+        torch.nested.nested_tensor(parts, layout=torch.jagged): "NestedTensor, whose elements may be others",
+        q.to_sparse(): "Tensor with layout torch.sparse_coo; give what its to_dense",
+    }
+    for tensor, message in strange.items():
+        for call, name in (
+            (lambda tensor=tensor: cufa.attention(q, tensor, q), "k"),
+            (lambda tensor=tensor: cufa.attention(q, q, q, bias=tensor), "bias"),
+            (lambda tensor=tensor: cufa.ScoreMod(lambda s, *_: s, tensor), "array 0 of score_mod"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{name} is a torch\S*\.{message}"):
+                call()
+    with pytest.raises(TypeError, match=r"^x is a torch.Tensor that .*: it has elements, but no memory$"):
+        torch.func.functionalize(cufa.softmax)(q)
+
+
+def test_torch_tensors_of_subclasses_that_change_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    tagged = type("Tagged", (torch.Tensor,), {})
+    q = torch.ones(1, 4, 2, 8)
+    for like in (torch.nn.Parameter(q, requires_grad=False), q.as_subclass(tagged)):
+        assert torch.equal(cufa.attention(like, like, like), cufa.attention(q, q, q))
+
+
+def test_torch_compile_does_not_look_into_calls() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+
+    def sum_of_gradients(q: Any, k: Any, v: Any) -> Any:
+        out, lse = cufa.attention(q + 1, k, v, causal=True, return_lse=True)
+        return sum(gradient.sum() for gradient in cufa.attention_backward(out, q, k, v, out, lse))
+
+    compiled = torch.compile(sum_of_gradients, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(q, k, v), sum_of_gradients(q, k, v))
+    turned = cufa.compat.scaled_dot_product_attention
+    torch.testing.assert_close(torch.compile(turned, backend="eager")(q, k, v), turned(q, k, v))
+
+
+def test_calls_leave_what_torch_compiles_once_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disable(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: ("outside", function(*arguments))
+
+    @untraced
+    def double(x: int) -> int:
+        return 2 * x
+
+    torch = SimpleNamespace(compiler=SimpleNamespace(disable=disable))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert double(3) == 6
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert [double(3), double(4)] == [("outside", 6), ("outside", 8)]
+
+
+def test_torch_compiles_no_public_function() -> None:
+    for module in (cufa, cufa.compat):
+        for name in module.__all__:
+            function = getattr(module, name)
+            assert not isfunction(function) or hasattr(function, "__wrapped__"), name
+
+
 def test_bfloat16_of_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
     problem = random_problem(np.random.default_rng(6), "float32", seqlen_q=17, seqlen_k=23, head_dim=8)
@@ -682,7 +776,7 @@ def test_jax_on_the_cpu() -> None:
     out, lse = cufa.attention(q, k, v, return_lse=True)
     assert isinstance(out, jax.Array)
     assert_attention(np.asarray(out), np.asarray(lse), problem, causal=False)
-    with pytest.raises(ValueError, match=r"^out is read-only"):
+    with pytest.raises(TypeError, match=r"^out is from a library whose arrays cannot be written; take what"):
         cufa.attention(q, k, v, out=out)
     half = [array.astype("bfloat16") for array in (q, k, v)]
     out = cufa.attention(*half)

@@ -56,6 +56,65 @@ def test_pytorchs_masks(rng):
         compat.scaled_dot_product_attention(q, k, v, kept, is_causal=True)
 
 
+class CausalBias:
+    """Stands for torch's, which is a tensor whose memory holds nothing."""
+
+    __module__ = "torch.nn.attention.bias"
+
+    def __init__(self, variant, seq_len_q, seq_len_kv):
+        self.variant = SimpleNamespace(name=variant)
+        self.seq_len_q, self.seq_len_kv = seq_len_q, seq_len_kv
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_pytorchs_causal_biases(rng, lengths):
+    q, k, v = draw(rng, *lengths, "bhsd")
+    for variant, causal in (("UPPER_LEFT", np.tri(*lengths)), ("LOWER_RIGHT", lower_right(*lengths))):
+        attn_mask = CausalBias(variant, *lengths)
+        out = compat.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=True)
+        close(out, expected(q, k, v, causal.astype(bool)))
+        with pytest.raises(ValueError, match=r"^is_causal is True and attn_mask is given"):
+            compat.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=True, enable_gqa=True)
+        rows, keys = lengths
+        message = f"^attn_mask is a causal bias of {rows} queries x 12 keys; it must be of {rows} x {keys}$"
+        with pytest.raises(ValueError, match=message):
+            compat.scaled_dot_product_attention(q, k, v, CausalBias(variant, rows, 12), enable_gqa=True)
+
+
+def lower_right(seqlen_q, seqlen_k):
+    return np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q)
+
+
+def test_pytorchs_causal_biases_beside_pytorch(rng):
+    torch = pytest.importorskip("torch")
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    q, k, v = (torch.from_numpy(x) for x in draw(rng, 5, 9, "bhsd", kv_heads=4))
+    for attn_mask in (bias.causal_upper_left(5, 9), bias.causal_lower_right(5, 9)):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask)
+        close(compat.scaled_dot_product_attention(q, k, v, attn_mask), theirs)
+        with pytest.raises(TypeError, match=r"^mask is a torch\S*CausalBias, whose elements may be others"):
+            compat.dot_product_attention(q, k, v, mask=attn_mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_torch_tensors_that_are_more_than_their_memory_are_named(rng):
+    torch = pytest.importorskip("torch")
+    masked = pytest.importorskip("torch.masked")
+    x = torch.zeros(2, 4, 4, 8)
+    nested = torch.nested.nested_tensor([x[0], x[1, :2]])
+    for strange in (nested, masked.masked_tensor(x, x == 0), x.to_sparse()):
+        for function, name in (
+            (compat.scaled_dot_product_attention, "key"),
+            (compat.dot_product_attention, "key"),
+            (compat.flash_attn_func, "k"),
+            (compat.flash_attn_with_kvcache, "k_cache"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{name} is a torch\S*\.(Masked)?Tensor[, ]"):
+                function(x, strange, x)
+        with pytest.raises(TypeError, match=r"^kv is a torch"):
+            compat.flash_attn_kvpacked_func(x, strange)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "allowed"),
     [
@@ -113,6 +172,40 @@ def test_jaxs_lengths_bias_and_mask(rng):
     assert lse.shape == (2, 4, 6)
 
 
+def test_jaxs_rows_beyond_a_length_see_no_key(rng):
+    """So their LSE says, by which gradients and merging go."""
+    q, k, v = draw(rng, 6, 9)
+    options = {"query_seq_lengths": np.array([6, 3], np.int32), "return_residual": True}
+    out, lse = compat.dot_product_attention(q, k, v, **options)
+    exact, exact_lse = cufa.attention(q, k, v, return_lse=True)
+    exact[1, 3:], exact_lse[1, :, 3:] = 0, -np.inf
+    np.testing.assert_array_equal(out, exact)
+    np.testing.assert_array_equal(lse, exact_lse)
+
+    dout, dlse = np.ones_like(out), np.ones_like(lse)
+    dq, *of_keys = cufa.attention_backward(dout, q, k, v, out, lse, dlse=dlse, backend="numpy")
+    assert dq[1, :3].all()
+    np.testing.assert_array_equal(dq[1, 3:], 0)
+    shorter = [x[1:, :3] for x in (dout, q)], [k[1:], v[1:], out[1:, :3], lse[1:, :, :3].copy()]
+    _, *exact = cufa.attention_backward(
+        *shorter[0], *shorter[1], dlse=dlse[1:, :, :3].copy(), backend="numpy"
+    )
+    for gradient, exact_gradient in zip(of_keys, exact, strict=True):
+        close(gradient[1:], exact_gradient)
+
+    halves = [compat.dot_product_attention(q, k[:, half], v[:, half], **options) for half in np.s_[:4, 4:]]
+    merged, merged_lse = cufa.merge(*halves[0], *halves[1])
+    close(merged, out)
+    close(merged_lse, lse)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
+def test_jaxs_implementations_are_one(rng, implementation):
+    q, k, v = draw(rng, 6, 9)
+    out = compat.dot_product_attention(q, k, v, implementation=implementation)
+    np.testing.assert_array_equal(out, compat.dot_product_attention(q, k, v))
+
+
 def test_lengths_of_queries_in_bfloat16(rng):
     q, k, v = (x.astype("bfloat16") for x in draw(rng, 6, 9))
     out = compat.dot_product_attention(q, k, v, query_seq_lengths=np.array([6, 3], np.int32))
@@ -151,6 +244,55 @@ def test_flash_attns_packed_sequences(rng):
     same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
     close(out.reshape(same.shape), same)
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
+
+
+HINTS = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_flash_attn_3_and_4_add(rng, dtype):
+    q, k, v = draw(rng, 6, 9)
+    sink = np.array([0.5, -1, 2, 0], dtype)
+    exact = cufa.attention(q, k, v, sink=sink.astype(np.float32))
+    close(compat.flash_attn_func(q, k, v, learnable_sink=sink, **HINTS), exact)
+    close(packed(q, k, v, learnable_sink=sink, **HINTS), exact)
+    out = np.empty_like(q)
+    result = compat.flash_attn_with_kvcache(q, k, v, learnable_sink=sink, out=out, num_splits=3)
+    assert result is out
+    close(out, exact)
+
+
+def test_flash_attns_output_in_memory_that_is_given(rng):
+    q, k, v = draw(rng, 6, 9)
+    tokens = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    ends = [np.array([0, n, 2 * n], np.int32) for n in (6, 9)]
+    out = np.empty_like(tokens[0])
+    assert compat.flash_attn_varlen_func(*tokens, *ends, out=out) is out
+    close(out.reshape(q.shape), cufa.attention(q, k, v))
+    with pytest.raises(ValueError, match=r"^out overlaps q in memory"):
+        compat.flash_attn_varlen_func(*tokens, *ends, out=tokens[0])
+
+
+@pytest.mark.parametrize(
+    ("sink", "error", "message"),
+    [
+        ([1.0], TypeError, "learnable_sink is a list; it may be a NumPy array"),
+        (np.zeros(4, np.int16), TypeError, "learnable_sink has dtype int16; it must be float32"),
+        (np.zeros(3, "bfloat16"), ValueError, r"learnable_sink has shape \(3,\); it must be \(heads,\)"),
+    ],
+)
+def test_what_is_no_sink_for_flash_attn(rng, sink, error, message):
+    for function in (compat.flash_attn_func, packed, compat.flash_attn_with_kvcache):
+        with pytest.raises(error, match=f"^{message}"):
+            function(*draw(rng, 6, 9), learnable_sink=sink)
+
+
+def test_flash_attn_4s_sink_in_bfloat16_of_torch(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, draw(rng, 6, 9))
+    sink = torch.tensor([0.5, -1, 2, 0])
+    out = compat.flash_attn_func(q, k, v, learnable_sink=sink.bfloat16())
+    close(out, cufa.attention(q, k, v, sink=sink))
 
 
 def test_flash_attns_arrays_in_one(rng):
@@ -375,6 +517,47 @@ def test_flash_attns_cache_in_8_bits(rng, table, dtype):
     expected = cufa.attention(q, *whole, seqused_k=held + 3, causal=True, **descales)
     assert out.dtype == np.dtype("float16" if dtype == "float16" else "bfloat16")
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
+def test_flash_attns_cache_with_a_sink_and_memory_for_the_output(rng, table):
+    q, k_cache, v_cache = draw(rng, 3, 10)
+    _, k, v = draw(rng, 3, 3)
+    if table is not None:
+        k_cache, v_cache = (x.reshape(4, 5, 2, 8) for x in (k_cache, v_cache))
+    given = {"cache_seqlens": np.array([0, 6], np.int32), "block_table": table, "causal": True}
+    given |= {"learnable_sink": np.array([0.5, -1, 2, 0], np.float32), "return_softmax_lse": True}
+    out = np.empty_like(q)
+    result, lse = compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given, out=out)
+    assert result is out
+    given["cache_seqlens"] += 3
+    exact, exact_lse = compat.flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+    np.testing.assert_array_equal(out, exact)
+    np.testing.assert_array_equal(lse, exact_lse)
+
+
+@pytest.mark.parametrize(
+    ("out_of", "message"),
+    [
+        (lambda q, **_: np.empty_like(q[:1]), "out has shape"),
+        (lambda q, **_: np.broadcast_to(np.float32(0), q.shape), "out is read-only"),
+        (lambda q, **_: q, "out overlaps q in memory"),
+        (
+            lambda k_cache, **_: np.lib.stride_tricks.as_strided(
+                k_cache, (2, 3, 4, 8), (k_cache.strides[0], 128, 32, 4)
+            ),
+            ".* overlaps .* in memory",
+        ),
+    ],
+)
+def test_no_key_is_written_if_the_output_cannot_be(rng, out_of, message):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    before = k_cache.copy(), v_cache.copy()
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        compat.flash_attn_with_kvcache(**given, cache_seqlens=4, out=out_of(**given))
+    np.testing.assert_array_equal((k_cache, v_cache), before)
 
 
 def test_flash_attns_cache_in_8_bits_without_descales(rng):
@@ -1127,6 +1310,12 @@ def test_errors_name_all_tensors_that_they_are_about(rng, function):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        (
+            {"implementation": "bogus"},
+            ValueError,
+            "implementation is 'bogus'; it may be 'xla', 'cudnn' or None$",
+        ),
+        ({"implementation": 1}, ValueError, "implementation is 1; it may be 'xla'"),
         ({"local_window_size": -1}, ValueError, "local_window_size is -1; it may be a number of keys"),
         ({"local_window_size": (2, -1)}, ValueError, r"local_window_size is \(2, -1\); it may be"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size is \(1, 2, 3\); it may be"),

@@ -397,7 +397,7 @@ def test_plan_of_gradients_of_arrays(function: Any, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("array", "error", "message"),
     [
-        ([1.0], TypeError, "array 0 of score_mod is"),
+        ([1.0], TypeError, "array 0 of score_mod is a list; it must be an array"),
         (np.float64(3), ValueError, "array 0 of score_mod has no axis"),
         (np.zeros(3, np.complex64), TypeError, "array 0 of score_mod has dtype complex64; it may be"),
         (np.zeros(3, np.uint64), TypeError, "array 0 of score_mod has dtype uint64; it may be"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cufa.api import attention, check_attention
-from cufa.arrays import UNKNOWN_TO_NUMPY, check_no_mask, namespace_of, on_cpu
+from cufa.arrays import UNKNOWN_TO_NUMPY, check_elements, check_no_mask, namespace_of, on_cpu
 from cufa.messages import kind_of, renamed
 from cufa.problem import dtype_of
 
@@ -52,6 +52,7 @@ def check_int32(name: str, array: Any, shape: tuple[int, ...]) -> None:
 def check_arrays(**named: Any) -> None:
     """Raise TypeError for anything that is not an array."""
     for name, array in named.items():
+        check_elements(name, array)
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(
                 f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
@@ -88,6 +89,18 @@ def as_integers(array: Any) -> Any:
     """View floats that not all libraries can write as integers; return other arrays unchanged."""
     integers = UNKNOWN_TO_NUMPY.get(dtype_of(array).name)
     return array if integers is None else array.view(getattr(namespace_of(array), integers))
+
+
+def as_sink(learnable_sink: Any) -> Any:
+    """flash-attn 4's sink, which has 16 bits, in float32, as cufa needs it; others are returned unchanged."""
+    if learnable_sink is None:
+        return None
+    check_arrays(learnable_sink=learnable_sink)
+    if dtype_of(learnable_sink).name not in ("bfloat16", "float16"):
+        return learnable_sink
+    float32 = namespace_of(learnable_sink).float32
+    cast = getattr(learnable_sink, "astype", None) or learnable_sink.to  # torch's
+    return cast(float32)
 
 
 def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, dict[str, Any]]:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from cufa.arguments import check_dropout, check_flags
-from cufa.compat.arguments import attention_as, check_arrays, check_int32, numbers_of
+from cufa.compat.arguments import as_sink, attention_as, check_arrays, check_int32, numbers_of
 from cufa.messages import counted, renamed
+from cufa.untraced import untraced
 
 # The names that flash-attn gives to cufa's arguments, where they differ.
-_FLASH_ATTN = {"window": "window_size"}
+_FLASH_ATTN = {"window": "window_size", "sink": "learnable_sink"}
 
 
+@untraced
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -30,10 +32,16 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
     seed: int = 0,
     offset: int = 0,
 ) -> Any:
     """Compute attention with the arguments of flash-attn's function of this name (flash-attn 2.8).
+
+    It also takes, by name, what callers of flash-attn 3 and 4 most often add.
 
     Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
     generator: without a new one in every call, each drops the same elements. `deterministic` only concerns
@@ -55,6 +63,10 @@ def flash_attn_func(
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         deterministic: no effect here; pass it to `cufa.attention_backward`.
         return_attn_probs: also return the LSE and, with dropout, the probabilities, which take O(N^2) memory.
+        learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
+        num_splits: ignored, since the plan chooses it.
+        pack_gqa: ignored, likewise.
+        sm_margin: ignored: kernels may use all SMs.
         seed: seed of dropout's random numbers.
         offset: which random sequence of that seed to use.
 
@@ -65,6 +77,7 @@ def flash_attn_func(
         What `cufa.attention` raises.
     """
     check_flags(return_attn_probs=return_attn_probs)
+    sink = as_sink(learnable_sink)
     has_probabilities = return_attn_probs and check_dropout(dropout_p, seed, offset)[0] > 0
     result = attention_as(
         _FLASH_ATTN,
@@ -76,6 +89,7 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sink=sink,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
@@ -85,6 +99,7 @@ def flash_attn_func(
     return (*result, None) if return_attn_probs and not has_probabilities else result
 
 
+@untraced
 def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> Any:
     """Call `flash_attn_func` with q, k and v in one array, read in place, as in flash-attn 2.8.
 
@@ -104,6 +119,7 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> 
         return flash_attn_func(*_unpacked("qkv", qkv), *options, **named_options)
 
 
+@untraced
 def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
     """Call `flash_attn_func` with k and v in one array, read in place, as in flash-attn 2.8.
 
@@ -124,6 +140,7 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
         return flash_attn_func(q, *_unpacked("kv", kv), *options, **named_options)
 
 
+@untraced
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -143,6 +160,11 @@ def flash_attn_varlen_func(
     block_table: Any = None,
     *,
     seqused_k: Any = None,
+    learnable_sink: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    out: Any = None,
     seed: int = 0,
     offset: int = 0,
 ) -> Any:
@@ -172,6 +194,11 @@ def flash_attn_varlen_func(
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
         seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. With a block
             table it takes the place of cu_seqlens_k.
+        learnable_sink: as in `flash_attn_func`.
+        num_splits: ignored.
+        pack_gqa: ignored.
+        sm_margin: ignored.
+        out: where to write the output, as in `cufa.attention`.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 
@@ -185,6 +212,7 @@ def flash_attn_varlen_func(
     """
     check_flags(return_attn_probs=return_attn_probs)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
+    sink = as_sink(learnable_sink)
     names = _FLASH_ATTN
     if block_table is None:
         check_arrays(cu_seqlens_k=cu_seqlens_k)
@@ -213,14 +241,17 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sink=sink,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
         return_lse=return_attn_probs,
+        out=out,
     )
     return (*result, None) if return_attn_probs else result
 
 
+@untraced
 def flash_attn_varlen_qkvpacked_func(
     qkv: Any, cu_seqlens: Any, max_seqlen: int | None = None, *options: Any, **named_options: Any
 ) -> Any:
@@ -247,6 +278,7 @@ def flash_attn_varlen_qkvpacked_func(
         )
 
 
+@untraced
 def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
     """Call `flash_attn_varlen_func` with k and v in one array, as in flash-attn 2.8.
 

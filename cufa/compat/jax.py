@@ -23,10 +23,14 @@ from cufa.compat.arguments import (
 )
 from cufa.messages import shown
 from cufa.problem import dtype_of, integer
+from cufa.untraced import untraced
 
 _JAX = {**TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
+# JAX's implementations.
+_KNOWN = ("xla", "cudnn")
 
 
+@untraced
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -48,8 +52,8 @@ def dot_product_attention(
     the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: arrays must have 4 axes; a row that sees no key has output 0, while JAX without cuDNN returns
-    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is ignored. It cannot be
-    called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
+    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` has no effect. It cannot
+    be called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).
@@ -59,10 +63,11 @@ def dot_product_attention(
         mask: bool, True where a query sees a key, broadcastable likewise.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         is_causal: causal mask, aligned to the top left.
-        query_seq_lengths: (batch,) integers; outputs of later queries are 0.
+        query_seq_lengths: (batch,) integers; outputs of later queries are 0, and their LSE is -inf, as for a
+            row that sees no key.
         key_value_seq_lengths: (batch,) integers; later keys are not seen.
         local_window_size: (left, right), or one number for both: how far from key i query i sees.
-        implementation: ignored.
+        implementation: None, "xla" or "cudnn", which all do the same here.
         return_residual: also return the LSE, (batch, heads, seqlen_q).
 
     Returns:
@@ -70,9 +75,12 @@ def dot_product_attention(
         of this and the LSE.
 
     Raises:
-        What `cufa.attention` raises.
+        ValueError: another implementation, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
     """
     check_flags(is_causal=is_causal)
+    if implementation is not None and not (isinstance(implementation, str) and implementation in _KNOWN):
+        raise ValueError(f"implementation is {shown(implementation)}; it may be 'xla', 'cudnn' or None")
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     of_scores, lengths = given(bias=bias, mask=mask), given(**lengths)
     arrays = {"query": query, "key": key, "value": value, **of_scores}
@@ -120,12 +128,15 @@ def dot_product_attention(
     )
     if query_seq_lengths is None:
         return result
-    out, *residual = result if return_residual else (result,)
+    out, lse = result if return_residual else (result, None)
     inside = arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
     bits = as_integers(out)  # CuPy would make bfloat16 float32
     kept = xp.where(inside, bits, xp.zeros_like(bits))
     out = kept if bits is out else kept.view(out.dtype)
-    return (out, *residual) if return_residual else out
+    if lse is None:
+        return out
+    # Rows that have output 0 see no key: otherwise their weight in `cufa.merge` would be wrong.
+    return out, xp.where(inside[:, None, :, 0, 0], lse, xp.full_like(lse, -np.inf))
 
 
 def _window_of(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from cufa.arguments import check_descales, check_flags, check_window
-from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written, on_cpu
+from cufa.arrays import adopt_in_place, check_outputs, check_same_kind, check_writeable, check_written, on_cpu
 from cufa.compat.appending import becomes_8_bits, prepare
 from cufa.compat.arguments import (
     arange,
+    as_sink,
     attention_as,
     check_arrays,
     check_attention_as,
@@ -25,6 +26,7 @@ from cufa.compat.arguments import (
 )
 from cufa.messages import counted
 from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of, integer, one_of
+from cufa.untraced import untraced
 
 # The names that flash-attn gives to cufa's arguments, where they differ.
 _NAMES = {
@@ -33,9 +35,11 @@ _NAMES = {
     "window": "window_size",
     "seqused_k": "cache_seqlens",
     "return_lse": "return_softmax_lse",
+    "sink": "learnable_sink",
 }
 
 
+@untraced
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -60,6 +64,8 @@ def flash_attn_with_kvcache(
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
+    learnable_sink: Any = None,
+    out: Any = None,
 ) -> Any:
     """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
 
@@ -106,6 +112,8 @@ def flash_attn_with_kvcache(
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q; None for 1.
         k_descale: the same for k_cache, and for k in 8 bits, which is copied to it unchanged.
         v_descale: the same for v_cache and v.
+        learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
+        out: where to write the output, as in `cufa.attention`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim). With return_softmax_lse, a pair of this and the LSE,
@@ -122,6 +130,7 @@ def flash_attn_with_kvcache(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     check_descales(**descales)
     held = _number_of(cache_seqlens) if isinstance(cache_seqlens, Real) else cache_seqlens
+    check_arrays(q=q, k_cache=k_cache, v_cache=v_cache)
     if cache_batch_idx is None and block_table is None:
         k_cache, v_cache = _first_entries(q, k_cache, v_cache)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | given(
@@ -135,6 +144,8 @@ def flash_attn_with_kvcache(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         **descales,
+        learnable_sink=as_sink(learnable_sink),
+        out=out,
     )
     is_written = k is not None or v is not None
     if is_written:
@@ -156,7 +167,8 @@ def flash_attn_with_kvcache(
         "softcap": softcap,
         "return_lse": return_softmax_lse,
     }
-    side = {"alibi_slopes": alibi_slopes, **descales, "seqused_k": held, "block_table": table}
+    side = {"alibi_slopes": alibi_slopes, "sink": arrays.get("learnable_sink"), **descales}
+    side |= {"seqused_k": held, "block_table": table, "out": out}
     if cache_leftpad is not None:
         side["mask"] = _right_of(cache_leftpad, q, batch, room)
     is_rotated = rotary_cos is not None or rotary_sin is not None
@@ -185,6 +197,8 @@ def flash_attn_with_kvcache(
     new = prepare(arrays, adopted, held, bool(in_turn), bool(rotary_interleaved))
     side["seqused_k"] = new.seqused_k
     check_attention_as(names, new.q, k_cache, v_cache, **side, **options)  # before anything is written
+    if out is not None:
+        check_outputs(adopted, ("out",))
     if table is not None:
         has = "block_table has page" if cache_batch_idx is None else "cache_batch_idx has"
         _check_apart(has, table, held, k.shape[1], k_cache.shape[1])
@@ -194,7 +208,7 @@ def flash_attn_with_kvcache(
 
 def _first_entries(q: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
     """The entries of caches for the sequences of q, if they have more. What is wrong is left to checks."""
-    shapes: list[tuple[int, ...]] = [getattr(array, "shape", ()) for array in (q, k_cache, v_cache)]
+    shapes = [array.shape for array in (q, k_cache, v_cache)]
     if not all(len(shape) == 4 for shape in shapes) or not hasattr(type(k_cache), "__getitem__"):
         return k_cache, v_cache
     batch, of_keys, of_values = (shape[0] for shape in shapes)

@@ -18,11 +18,13 @@ from cufa.compat.arguments import (
 )
 from cufa.messages import counted
 from cufa.problem import DTYPES, dtype_name, dtype_of
+from cufa.untraced import untraced
 
 _PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
 _AXES = "(batch, heads, seqlen, head_dim)"
 
 
+@untraced
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -56,7 +58,8 @@ def scaled_dot_product_attention(
         key: (batch, kv_heads, seqlen_k, head_dim).
         value: (batch, kv_heads, seqlen_k, value_dim).
         attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k) except the last axis: bool, True where
-            a query sees a key, or floats that are added to the scores.
+            a query sees a key, or floats that are added to the scores. Or a causal bias of
+            torch.nn.attention.bias, for as many queries and keys.
         dropout_p: fraction of the probabilities that is dropped.
         is_causal: causal mask, aligned to the top left; not together with attn_mask.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
@@ -70,13 +73,14 @@ def scaled_dot_product_attention(
         this and the LSE.
 
     Raises:
-        ValueError: is_causal with attn_mask, kv_heads other than heads without enable_gqa, or what
-            `cufa.attention` raises.
+        ValueError: is_causal with attn_mask, a causal bias for other lengths, kv_heads other than heads
+            without enable_gqa, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    causal_bias, attn_mask = (attn_mask, None) if _is_causal_bias(attn_mask) else (None, attn_mask)
     check_arrays(query=query, key=key, value=value, **given(attn_mask=attn_mask))
     q_shape, k_shape = shape_of("query", query, _AXES), shape_of("key", key, _AXES)
     shape_of("value", value, _AXES)
@@ -90,6 +94,17 @@ def scaled_dot_product_attention(
             f"and key {k_shape}, read as {_AXES})"
         )
     options: dict[str, Any] = {}
+    if causal_bias is not None:
+        lengths = causal_bias.seq_len_q, causal_bias.seq_len_kv
+        if lengths != (seqlen_q, keys):
+            raise ValueError(
+                f"attn_mask is a causal bias of {lengths[0]} queries x {lengths[1]} keys; it must be of "
+                f"{seqlen_q} x {keys}"
+            )
+        if causal_bias.variant.name == "UPPER_LEFT":
+            is_causal = True
+        else:
+            options["causal"] = True
     if is_causal:
         keys, options = top_left(seqlen_q, keys, None, 0)
     if attn_mask is not None:
@@ -110,3 +125,9 @@ def scaled_dot_product_attention(
         return_lse=return_lse,
         **options,
     )
+
+
+def _is_causal_bias(attn_mask: Any) -> bool:
+    """Whether this is torch's CausalBias, a tensor that names a mask and whose memory holds nothing."""
+    kind = type(attn_mask)
+    return (kind.__module__, kind.__name__) == ("torch.nn.attention.bias", "CausalBias")

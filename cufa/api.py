@@ -375,7 +375,8 @@ def attention_backward(
         k: as above.
         v: as above.
         out: the output of `attention`.
-        lse: the LSE that `attention` returned with return_lse=True, (batch, heads, seqlen_q).
+        lse: the LSE that `attention` returned with return_lse=True, (batch, heads, seqlen_q). A row whose
+            LSE is -inf counts as one that sees no key.
         dlse: gradient of the LSE, with its shape and dtype; None for 0.
         causal: as in the forward call; likewise the options below.
         window: as in the forward call.

@@ -336,8 +336,8 @@ class Head:
         return rounded(self.only_visible(P)), lse  # a NaN in S makes the whole row NaN
 
     def probabilities(self, S: Array, lse: Array) -> Array:
-        """P, recomputed from a known LSE (rows, 1)."""
-        P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))
+        """P, recomputed from a known LSE (rows, 1); a row whose LSE is -inf has no weights."""
+        P: Array = np.exp(S - np.where(np.isneginf(lse), np.inf, lse))
         return self.only_visible(P)
 
     def output(self, P: Array, V: Array, rounded: Callable[[Array], Array] = exactly) -> Array:

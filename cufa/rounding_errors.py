@@ -157,8 +157,8 @@ def squared_roundings(
 class Rounded:
     """Rounds to one dtype, or to tf32; values keep the dtype in which products are summed.
 
-    `error` is the largest relative error of this rounding, `input_error` that of rounding the inputs. Weights in
-    8 bits have at least an error of `least_error` times the largest of their row.
+    `error` is the largest relative error of this rounding, `input_error` that of rounding the inputs.
+    8-bit weights have at least an error of `least_error` times the largest of their row.
     """
 
     def __init__(self, dtype_name: str, precision: str = "ieee") -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tolerance import (
 from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.plan.companions import softmax_launches
+from cufa.problem import accumulator_dtype
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
@@ -145,6 +147,36 @@ def test_a_query_that_does_not_see_a_key_does_not_show(rng, kernel, bad):
     _, dk, dv = run(kernel, problem, True)
     assert np.isfinite(dk[:, 36:]).all()
     assert np.isfinite(dv[:, 36:]).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dims"),
+    [
+        ("bwd_1_naive", "float32", (64, 40)),
+        ("bwd_2_flash_v2", "float32", (64, 64)),
+        ("bwd_2_flash_v2", "float64", (40, 64)),
+        ("bwd_3_mma", "bfloat16", (64, 64)),
+        ("bwd_3_mma", "float64", (64, 40)),
+        ("bwd_4_wgmma", "float16", (64, 64)),
+        ("bwd_5_wgmma_wide", "bfloat16", (192, 128)),
+        ("bwd_6_float32", "float32", (64, 64)),
+        ("bwd_7_float32_wide", "float32", (72, 136)),
+        ("bwd_8_wgmma_pair", "float16", (136, 256)),
+    ],
+)
+def test_rows_that_the_caller_leaves_out(rng, kernel, dtype, dims):
+    """Their LSE is -inf. They have no gradients, and keys get none from them."""
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    problem = random_problem(rng, dtype, seqlen_q=70, seqlen_k=90, **sizes)
+    inputs = problem.q, problem.k, problem.v
+    out, lse = reference.attention(*inputs, dtype=judge(dtype))
+    out, lse = out.astype(dtype), lse.astype(accumulator_dtype(dtype))
+    out[:, 30:60], lse[:, :, 30:60] = 0, -np.inf
+    gradients = calls.attention_backward(problem.dout, *inputs, out, lse, kernel=kernel)
+    dout = problem.dout.copy()
+    dout[:, 30:60] = 0
+    assert not gradients[0][:, 30:60].any()
+    assert_gradients(gradients, replace(problem, dout=dout))
 
 
 @pytest.mark.parametrize("passes", [2, 3])

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
         const acc_t score = params.softmax_scale * dot_rows<kHeadDim>(q, at.row, k, at.col);
         const acc_t lse = static_cast<const acc_t*>(params.lse)[at.matrix_row];
-        p = exp2_of((score - lse) * acc_t(kLog2E));
+        if (lse != negative_infinity()) p = exp2_of((score - lse) * acc_t(kLog2E));
     }
     Workspace(params).p[index] = p;
 }

@@ -44,7 +44,7 @@ struct WarpRow {
 };
 
 // What all scores of a row need: its LSE in log 2, and D = rowsum(dO o O) - dLSE. An LSE of -inf
-// becomes 0 here: all scores of that row are -inf, and 2^(-inf - -inf) would be NaN instead of 0.
+// becomes inf here: such a row has no weights, and 2^(-inf - -inf) would be NaN instead of 0.
 struct alignas(2 * sizeof(acc_t)) RowStats {
     acc_t lse_log2, d;
 };
@@ -68,6 +68,5 @@ __device__ inline void write_row_stats(const BackwardParams& params, RowStats* s
     const acc_t lse = static_cast<const acc_t*>(params.lse)[index];
     acc_t d = at.dot<kValueDim>(params.o, params.dout);
     if (params.dlse) d -= static_cast<const acc_t*>(params.dlse)[index];
-    if (at.lane == 0)
-        stats[index] = {lse == negative_infinity() ? acc_t(0) : lse * acc_t(kLog2E), d};
+    if (at.lane == 0) stats[index] = {(lse == negative_infinity() ? -lse : lse) * acc_t(kLog2E), d};
 }

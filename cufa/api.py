@@ -169,7 +169,8 @@ def attention(
         score_mod: f(score, b, h, q_idx, kv_idx), or a `cufa.ScoreMod` of such a function and arrays. Returns
             the new score. score is a float; b is the sequence, h the query head; q_idx and kv_idx count
             queries and keys from the start of the sequence, wherever the diagonal is. Integers have 32 bits,
-            unless read from an int64 or uint32 array; floats are float32 (float64 for float64 arrays).
+            or 64 after a constant that needs them or a number read from an int64 or uint32 array, and wrap
+            around; floats are float32 (float64 for float64 arrays).
         mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`. Returns True if the query sees the key, unless
             another mask hides it. On a GPU, tiles in which no query sees a key are skipped as with a mask.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q in all query
@@ -598,7 +599,7 @@ def plan(
         allowed = ", ".join((*FEATURE_ARRAYS, *DESCALES, "dlse"))
         raise TypeError(
             f"plan() has no {', '.join(sorted(unknown))}; it has {allowed}, and the options that results "
-            "depend on"
+            "depend on; `gradients` names those beyond q, k and v"
         )
     check_flags(backward=backward, deterministic=deterministic)
     check_gradients(gradients)

@@ -56,6 +56,18 @@ def test_pytorchs_masks(rng):
         compat.scaled_dot_product_attention(q, k, v, kept, is_causal=True)
 
 
+def test_masks_and_biases_with_one_element_for_all_keys(rng):
+    """As for queries that are padding: those that are hidden from all keys have output 0."""
+    q, k, v = draw(rng, 6, 9, "bhsd", kv_heads=4)
+    kept = rng.random((2, 1, 6, 1)) < 0.7
+    added = rng.standard_normal((2, 4, 1, 1)).astype(np.float32)
+    close(compat.scaled_dot_product_attention(q, k, v, kept), expected(q, k, v, kept))
+    close(compat.scaled_dot_product_attention(q, k, v, added), expected(q, k, v, True, added))
+    out = compat.dot_product_attention(*turned(q, k, v), added, kept, key_value_seq_lengths=np.array([4, 9]))
+    visible = kept & (np.arange(9) < np.array([4, 9])[:, None, None, None])
+    close(*turned(out), expected(q, k, v, visible, added))
+
+
 class CausalBias:
     """Stands for torch's, which is a tensor whose memory holds nothing."""
 

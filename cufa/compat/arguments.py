@@ -91,6 +91,13 @@ def as_integers(array: Any) -> Any:
     return array if integers is None else array.view(getattr(namespace_of(array), integers))
 
 
+def for_each_key(array: Any, keys: int) -> Any:
+    """A bias or a mask for so many keys, also from one with one element for all: a view, if it can be one."""
+    if keys == 1 or tuple(array.shape[-1:]) != (1,):
+        return array
+    return namespace_of(array).broadcast_to(array, (*array.shape[:-1], keys))
+
+
 def as_sink(learnable_sink: Any) -> Any:
     """flash-attn 4's sink, which has 16 bits, in float32, as cufa needs it; others are returned unchanged."""
     if learnable_sink is None:

@@ -17,6 +17,7 @@ from cufa.compat.arguments import (
     attention_as,
     check_arrays,
     check_values,
+    for_each_key,
     given,
     shape_of,
     top_left,
@@ -59,7 +60,7 @@ def dot_product_attention(
         query: (batch, seqlen_q, heads, head_dim).
         key: (batch, seqlen_k, kv_heads, head_dim).
         value: (batch, seqlen_k, kv_heads, head_dim).
-        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) except the last axis.
+        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k).
         mask: bool, True where a query sees a key, broadcastable likewise.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         is_causal: causal mask, aligned to the top left.
@@ -92,7 +93,8 @@ def dot_product_attention(
     _, seqlen_k, _, _ = shape_of("key", key)
     shape_of("value", value)
     check_values(value, key)
-    for name, array in of_scores.items():
+    bias, mask = (None if array is None else for_each_key(array, seqlen_k) for array in (bias, mask))
+    for name, array in given(bias=bias, mask=mask).items():
         check_broadcast(name, tuple(array.shape), (batch, heads, seqlen_q, seqlen_k))
     for name, array in lengths.items():
         if tuple(array.shape) != (batch,):

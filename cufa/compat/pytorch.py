@@ -12,6 +12,7 @@ from cufa.compat.arguments import (
     attention_as,
     check_arrays,
     check_values,
+    for_each_key,
     given,
     shape_of,
     top_left,
@@ -57,9 +58,9 @@ def scaled_dot_product_attention(
         query: (batch, heads, seqlen_q, head_dim).
         key: (batch, kv_heads, seqlen_k, head_dim).
         value: (batch, kv_heads, seqlen_k, value_dim).
-        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k) except the last axis: bool, True where
-            a query sees a key, or floats that are added to the scores. Or a causal bias of
-            torch.nn.attention.bias, for as many queries and keys.
+        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k): bool, True where a query sees a key,
+            or floats that are added to the scores. Or a causal bias of torch.nn.attention.bias, for as many
+            queries and keys.
         dropout_p: fraction of the probabilities that is dropped.
         is_causal: causal mask, aligned to the top left; not together with attn_mask.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
@@ -111,7 +112,7 @@ def scaled_dot_product_attention(
         dtype = dtype_of(attn_mask)
         if dtype != np.bool_:
             dtype_name(dtype, "attn_mask", ("bool", *DTYPES))
-        options["mask" if dtype == np.bool_ else "bias"] = attn_mask
+        options["mask" if dtype == np.bool_ else "bias"] = for_each_key(attn_mask, keys)
     return attention_as(
         _PYTORCH,
         query,

@@ -56,6 +56,19 @@ def test_pytorchs_masks(rng):
         compat.scaled_dot_product_attention(q, k, v, kept, is_causal=True)
 
 
+def test_arrays_without_a_batch(rng):
+    q, k, v = (x[:1] for x in draw(rng, 6, 9, "bhsd"))
+    added = rng.standard_normal((4, 6, 9)).astype(np.float32)
+    options = {"enable_gqa": True, "return_lse": True, "attn_mask": added}
+    results = compat.scaled_dot_product_attention(*(x[0] for x in (q, k, v)), **options)
+    for one, batch in zip(results, compat.scaled_dot_product_attention(q, k, v, **options), strict=True):
+        np.testing.assert_array_equal(one, batch[0])
+    q, k, v = turned(q, k, v)
+    options = {"bias": added[None], "query_seq_lengths": np.array([5]), "local_window_size": 3}
+    out = compat.dot_product_attention(q[0], k[0], v[0], **options)
+    np.testing.assert_array_equal(out, compat.dot_product_attention(q, k, v, **options)[0])
+
+
 def test_masks_and_biases_with_one_element_for_all_keys(rng):
     """As for queries that are padding: those that are hidden from all keys have output 0."""
     q, k, v = draw(rng, 6, 9, "bhsd", kv_heads=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,12 @@ def shape_of(
     if len(shape) != 4:
         raise ValueError(f"{name} has shape {shape}; it must have the 4 axes {axes}")
     return shape
+
+
+def attend_without_batch(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Call a function with arrays of one sequence, without the first axis, of which results are free, too."""
+    results = function(*(array[None] for array in arrays), **options)
+    return tuple([result[0] for result in results]) if isinstance(results, tuple) else results[0]
 
 
 def check_values(value: Any, key: Any, names: tuple[str, str] = ("value", "key")) -> None:

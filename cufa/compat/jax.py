@@ -14,6 +14,7 @@ from cufa.compat.arguments import (
     TENSORS,
     arange,
     as_integers,
+    attend_without_batch,
     attention_as,
     check_arrays,
     check_values,
@@ -52,9 +53,9 @@ def dot_product_attention(
     The layout is (batch, seqlen, heads, head_dim). As in JAX, the causal mask and the window are aligned to
     the top-left corner: query i is aligned with key i, whatever the lengths.
 
-    Differences: arrays must have 4 axes; a row that sees no key has output 0, while JAX without cuDNN returns
-    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` has no effect. It cannot
-    be called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
+    Differences: a row that sees no key has output 0, while JAX without cuDNN returns the mean of the values;
+    the residual, the LSE, has cufa's shape; `implementation` has no effect. It cannot be called inside
+    jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).
@@ -89,6 +90,10 @@ def dot_product_attention(
     check_same_kind(arrays | lengths)
     if mask is not None and dtype_of(mask) != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
+    if len(query.shape) == len(key.shape) == len(value.shape) == 3:
+        options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, **of_scores, **lengths}
+        options |= {"local_window_size": local_window_size, "return_residual": return_residual}
+        return attend_without_batch(dot_product_attention, query, key, value, **options)
     batch, seqlen_q, heads, _ = shape_of("query", query)
     _, seqlen_k, _, _ = shape_of("key", key)
     shape_of("value", value)

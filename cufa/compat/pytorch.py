@@ -9,6 +9,7 @@ import numpy as np
 from cufa.arguments import check_flags
 from cufa.compat.arguments import (
     TENSORS,
+    attend_without_batch,
     attention_as,
     check_arrays,
     check_values,
@@ -51,8 +52,8 @@ def scaled_dot_product_attention(
         1 1 0 0 0         1 1 1 1 1
 
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
-    axes; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset in every call, each drops
-    the same elements.
+    axes, or 3 without the batch; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset
+    in every call, each drops the same elements.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).
@@ -81,8 +82,14 @@ def scaled_dot_product_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    check_arrays(query=query, key=key, value=value)
+    if len(query.shape) == len(key.shape) == len(value.shape) == 3:
+        options: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        options |= {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+        options |= {"seed": seed, "offset": offset}
+        return attend_without_batch(scaled_dot_product_attention, query, key, value, **options)
     causal_bias, attn_mask = (attn_mask, None) if _is_causal_bias(attn_mask) else (None, attn_mask)
-    check_arrays(query=query, key=key, value=value, **given(attn_mask=attn_mask))
+    check_arrays(**given(attn_mask=attn_mask))
     q_shape, k_shape = shape_of("query", query, _AXES), shape_of("key", key, _AXES)
     shape_of("value", value, _AXES)
     (_, heads, seqlen_q, _), (_, kv_heads, keys, _) = q_shape, k_shape
@@ -94,7 +101,7 @@ def scaled_dot_product_attention(
             f"query has {counted(heads, 'head')} and key {kv_heads}; {allowed} (query has shape {q_shape} "
             f"and key {k_shape}, read as {_AXES})"
         )
-    options: dict[str, Any] = {}
+    options = {}
     if causal_bias is not None:
         lengths = causal_bias.seq_len_q, causal_bias.seq_len_kv
         if lengths != (seqlen_q, keys):

@@ -5,10 +5,11 @@
 // share 64 rows, and each has half of the columns. They take turns at tiles of keys: one computes
 // scores and weights while the tensor cores are busy with products of the other, and hands the
 // weights over through shared memory (as in FlashMLA, Li and Liu 2025). Where rows of V are the
-// beginnings of those of K, only K is copied. If a few queries have many heads with the same keys,
-// the host says that heads are queries, and queries are heads (kQueriesAsHeads). Keys that are also
-// the values may be in 8 bits, and Q then too. They are widened to float16 on their way
-// (widened_keys.cuh), and products are in float16 even if Q is in bfloat16.
+// beginnings of those of K, only K is copied, in parts that consumers release one by one
+// (key_columns.cuh). If a few queries have many heads with the same keys, the host says that heads
+// are queries, and queries are heads (kQueriesAsHeads). Keys that are also the values may be in 8
+// bits, and Q then too. They are widened to float16 on their way (widened_keys.cuh), and products
+// are in float16 even if Q is in bfloat16.
 //
 // Launches: fwd_10_wgmma_wide; before it clear_counts, if keys are split into few parts or under a
 //           causal mask, or after it merge_parts, if into many or into equal shares
@@ -19,7 +20,7 @@
 //          v_descale (batch, kv_heads): the factors of Q, K and V
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: half of their columns
 //          of O, and the weights of every other tile of keys
-// Shared   rings of STAGES K and V tiles, or of K tiles alone; a Q tile, replaced by the output on
+// Shared   rings of STAGES K and V tiles, or of K tiles or their parts alone; a Q tile, replaced by the output on
 //          its way out; the weights of a tile
 // Global   workspace: the number of tiles taken, 0 between launches, and partial results of tiles
 //          whose keys are split (key_parts.cuh); or such results alone (merged_parts.cuh), after

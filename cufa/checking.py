@@ -123,7 +123,8 @@ def compare(
     good = error <= allowed
     worst, of_worst = what, (0.0, 0.0)
     if good.size:
-        index = np.unravel_index(np.argmax(np.where(good, error - allowed.max(), error)), error.shape)
+        looked_at = error if good.all() else np.where(good, -1, error)
+        index = np.unravel_index(np.argmax(looked_at), error.shape)
         worst = f"{what}{[int(i) for i in index]} is {actual[index]}, should be {exact[index]}"
         of_worst = float(error[index]), float(rounding[index])
     return Comparison(

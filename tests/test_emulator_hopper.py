@@ -410,8 +410,8 @@ PLANTED = {
     ),
     "bytes announced for one of two boxes": (
         "wgmma_forward_copies.cuh",
-        "copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key);",
-        "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
+        "copy_tile(tile, map, full, batch, work.kv_head, first_key);",
+        "for (int i = 0; i < 2; ++i) copy_tile(tile, map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
     ),
     "a box stored before its tensor": (

@@ -50,8 +50,8 @@ def dot_product_attention(
 ) -> Any:
     """Compute attention with the arguments of jax.nn.dot_product_attention (jax 0.8).
 
-    The layout is (batch, seqlen, heads, head_dim). As in JAX, the causal mask and the window are aligned to
-    the top-left corner: query i is aligned with key i, whatever the lengths.
+    The layout is (batch, seqlen, heads, head_dim), or the same without the batch. As in JAX, the causal mask
+    and the window are aligned to the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: a row that sees no key has output 0, while JAX without cuDNN returns the mean of the values;
     the residual, the LSE, has cufa's shape; `implementation` has no effect. It cannot be called inside

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute attention with the arguments of torch.nn.functional.scaled_dot_product_attention (torch 2.11).
 
-    The layout is (batch, heads, seqlen, head_dim). As in PyTorch, but nowhere else in cufa except
+    The layout is (batch, heads, seqlen, head_dim), or the same without the batch. As in PyTorch, but nowhere else in cufa except
     `dot_product_attention`, the causal mask is aligned to the top-left corner: query i sees the keys j <= i.
     With 2 queries and 5 keys:
 
@@ -52,8 +52,8 @@ def scaled_dot_product_attention(
         1 1 0 0 0         1 1 1 1 1
 
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
-    axes, or 3 without the batch; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset
-    in every call, each drops the same elements.
+    axes or these 3; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset in every call,
+    each drops the same elements.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).

@@ -43,9 +43,9 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute attention with the arguments of torch.nn.functional.scaled_dot_product_attention (torch 2.11).
 
-    The layout is (batch, heads, seqlen, head_dim), or the same without the batch. As in PyTorch, but nowhere else in cufa except
-    `dot_product_attention`, the causal mask is aligned to the top-left corner: query i sees the keys j <= i.
-    With 2 queries and 5 keys:
+    The layout is (batch, heads, seqlen, head_dim), or the same without the batch. As in PyTorch, but nowhere
+    else in cufa except `dot_product_attention`, the causal mask is aligned to the top-left corner: query i
+    sees the keys j <= i. With 2 queries and 5 keys:
 
         here, top-left    cufa.attention, bottom-right
         1 0 0 0 0         1 1 1 1 0

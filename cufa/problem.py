@@ -239,8 +239,9 @@ class Problem:
     @cached_property
     def kind(self) -> Problem:
         """The same problem with all sizes 1, to look up what does not depend on sizes."""
-        one = replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1)
-        return replace(one, max_seqlen_q=None, max_seqlen_k=None)
+        return replace(
+            self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None, max_seqlen_k=None
+        )
 
     @cached_property
     def with_queries_as_heads(self) -> Problem:

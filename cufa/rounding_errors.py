@@ -133,7 +133,8 @@ def squared_roundings(
     exponent2 *= np.maximum(1, slopes.modified**2)
     P = head.probabilities(S, lse)
     P2 = P**2 * (rounded.error**2 + exponent2)
-    P2 += (rounded.least_error * P.max(axis=1, keepdims=True, initial=0)) ** 2 * (P > 0)
+    if rounded.least_error:
+        P2 += (rounded.least_error * P.max(axis=1, keepdims=True, initial=0)) ** 2 * (P > 0)
     weights2 = P2 * head.kept**2
     D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
     dmodified2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)

@@ -122,7 +122,10 @@ def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
     ],
 )
 def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, tiles):
-    """By the rule, and the same bits in every repeat."""
+    """By the rule; without descales the same bits in every repeat, and as good as those in float16.
+
+    There, sums of scores have another order, and a weight may be rounded the other way.
+    """
     sizes = {"heads": heads, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
     of_lengths = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "page_sizes": HOPPER_PAGE_SIZES}
     case = draw_case(rng, dtype, features, **sizes, **of_lengths)
@@ -133,22 +136,26 @@ def test_latents_in_8_bits(cupy, rng, dtype, heads, lengths, features, tiles):
     q, k = (cupy.asarray(as_bytes(x)).view(x.dtype) for x in (problem.q, problem.k))
     options = on_gpu(cupy, case.forward) | {"kernel": KERNEL, "tiles": tiles}
 
-    def attend(**descales):
+    def attend(queries, keys, **descales):
         (shape, own_dtype), of_lse = results_of(case)
         out = cupy.full(shape, np.nan, np.float16 if dtype == FLOAT8 else own_dtype)
         lse = cupy.full(of_lse[0], np.nan, of_lse[1])
-        cufa.attention(q, k, k[..., :512], **options, **descales, out=out, lse=lse)
+        cufa.attention(queries, keys, keys[..., :512], **options, **descales, out=out, lse=lse)
         return out, lse
 
-    expected = attend()
+    expected = attend(q, k)
+    if dtype != "bfloat16":
+        in_halves = (cupy.asarray(x.astype(np.float16)) for x in (problem.q, problem.k))
+        for one, other in zip(attend(*in_halves), expected, strict=True):
+            np.testing.assert_allclose(one.get(), other.get(), rtol=2**-9, atol=2**-8)
     same = cupy.ones((), bool)
     for _ in range(100):
-        for one, other in zip(attend(), expected, strict=True):
+        for one, other in zip(attend(q, k), expected, strict=True):
             same &= (one.view("u2") == other.view("u2")).all()
     assert same
 
     descales = descales_of(rng, case, DESCALES[dtype != FLOAT8 :])
-    out, lse = written(case, *attend(**on_gpu(cupy, descales)))
+    out, lse = written(case, *attend(q, k, **on_gpu(cupy, descales)))
     with np.errstate(invalid="ignore"):
         assert_float8(out, lse, problem, descales, **case.forward)
 

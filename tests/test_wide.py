@@ -12,6 +12,7 @@ from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.rungs import PRICES
+from cufa.plan.shares import TILE_IN_KEYS
 from cufa.problem import FLOAT8, HEADS_OF_TILE, Features, Problem
 from cufa.tensor_layout import layout_of, with_queries_as_heads
 
@@ -163,6 +164,11 @@ SHARES = [
 @pytest.mark.parametrize(("change", "shares"), SHARES)
 def test_shares_keep_all_busy_whatever_the_lengths(change, shares):
     assert make_plan(replace(LATENT, **change), H200, NAME).tiles["shares"] == shares
+
+
+def test_the_plan_counts_as_many_rounds_without_keys_as_the_kernel():
+    text = (jit.KERNELS / "hopper" / "forward" / "share_walk.cuh").read_text()
+    assert re.findall(r"kTileInKeys = (\d+);", text) == [str(TILE_IN_KEYS)]
 
 
 def test_shares_have_a_launch_that_merges_them():

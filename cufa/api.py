@@ -696,9 +696,9 @@ def _asked(
     if window is not None:
         window = check_window(window)
     if max_seqlen_q is not None:
-        check_longest("max_seqlen_q", max_seqlen_q)
+        max_seqlen_q = check_longest("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:
-        check_longest("max_seqlen_k", max_seqlen_k)
+        max_seqlen_k = check_longest("max_seqlen_k", max_seqlen_k)
     return (
         causal,
         window,

@@ -127,17 +127,18 @@ def refuse_gpu_options(**options: object) -> None:
             raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")
 
 
-def check_longest(name: str, longest: object) -> None:
-    """Check the most queries or keys of a packed sequence; None means unknown."""
+def check_longest(name: str, longest: object) -> int | None:
+    """Return the most queries or keys of a packed sequence; None means unknown."""
     if longest is None:
-        return
+        return None
     wanted = f"{name} is {shown(longest)}; it may be None or an integer from 0 on"
     try:
-        negative = integer(longest) < 0
+        number = integer(longest)
     except TypeError:
         raise TypeError(wanted) from None
-    if negative:
+    if number < 0:
         raise ValueError(wanted)
+    return number
 
 
 def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:

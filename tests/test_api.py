@@ -547,6 +547,19 @@ def test_floats_of_some_calls_are_refused_after_equal_integers(rng: np.random.Ge
         cufa.attention_backward(*(dout[0], q[0], k[0], v[0], dout[0], lse[0]), **packed, max_seqlen_k=23.0)
 
 
+def test_the_longest_sequences_may_be_arrays_without_axes(rng: np.random.Generator) -> None:
+    # As the maximum of CuPy's lengths is; such arrays have no hash, which the key of a cache needs.
+    problem = draw(rng)
+    q, k, v = problem.q[0], problem.k[0], problem.v[0]
+    packed: dict[str, Any] = {"cu_seqlens_q": np.array([0, 19], np.int32)}
+    packed["cu_seqlens_k"] = np.array([0, 23], np.int32)
+    longest: Any = {"max_seqlen_q": np.array(19), "max_seqlen_k": np.array(23)}
+    np.testing.assert_array_equal(
+        cufa.attention(q, k, v, **packed, **longest), cufa.attention(q, k, v, **packed)
+    )
+    assert type(cufa.plan(q, k, v, **packed, **longest, arch="sm_80").problem.max_seqlen_q) is int
+
+
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
         assert chosen_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False)

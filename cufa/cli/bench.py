@@ -189,25 +189,25 @@ def command(
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []
-    with output.progress(len(rungs) * (1 + len(problems))) as step:
-        fitting, left_out = [], []
-        for way, rung in rungs:
-            step(f"checking {rung.kernel or way}")
-            try:
-                _check(problems[0], features, way, rung, layout, on_gpu, rng)
-            except output.Failure as failure:
-                if len(tiles) == 1 or isinstance(failure, output.Wrong):
-                    raise
-                left_out.append(failure.message)
-            else:
-                fitting.append((way, rung))
-        if not fitting and not on_gpu:  # the CPU refuses tiles altogether
-            raise output.Failure(left_out[0])
-        for message in dict.fromkeys(left_out):
-            output.say(f"left out: {message}", "yellow")
-        if not fitting:
-            raise output.Failure("none of these tile sizes fits")
-        try:
+    try:
+        with output.progress(len(rungs) * (1 + len(problems))) as step:
+            fitting, left_out = [], []
+            for way, rung in rungs:
+                step(f"checking {rung.kernel or way}")
+                try:
+                    _check(problems[0], features, way, rung, layout, on_gpu, rng)
+                except output.Failure as failure:
+                    if len(tiles) == 1 or isinstance(failure, output.Wrong):
+                        raise
+                    left_out.append(failure.message)
+                else:
+                    fitting.append((way, rung))
+            if not fitting and not on_gpu:  # the CPU refuses tiles altogether
+                raise output.Failure(left_out[0])
+            for message in dict.fromkeys(left_out):
+                output.say(f"left out: {message}", "yellow")
+            if not fitting:
+                raise output.Failure("none of these tile sizes fits")
             for problem in problems:
                 workload, note = _workload(problem, features, layout, on_gpu, rng)
                 for way, rung in fitting:
@@ -219,9 +219,9 @@ def command(
                 del workload
                 if on_gpu:
                     release_gpu_memory()
-        finally:  # nothing that was measured is lost
-            if points:
-                _report(on_gpu, features, layout, seed, points, plot, as_json)
+    finally:  # nothing that was measured is lost; the progress bar has left its line
+        if points:
+            _report(on_gpu, features, layout, seed, points, plot, as_json)
     if not any(point.timing for point in points):
         raise click.exceptions.Exit(output.WRONG)
 

@@ -1,5 +1,6 @@
 """`cufa bench`."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from command_line import LATENT, WIDTH, corrupt, refused, run, run_json
 
 import cufa
-from cufa.cli import bench, generated
+from cufa.cli import bench, generated, output
 from cufa.problem import FLOAT8, Problem
 
 
@@ -82,6 +83,18 @@ def test_bench_shows_and_plots_what_it_measured_before_an_interrupt(tmp_path, mo
     shown = run("bench", *sizes, "--repeats", 1, "--plot", plot, "--backend", "numpy", code=1)
     assert shown.stdout.count("numpy") == 2  # forward and backward
     assert plot.exists()
+
+
+def test_bench_prints_after_the_progress_bar_which_may_be_on_the_same_terminal(monkeypatch):
+    @contextlib.contextmanager
+    def bar(total):
+        yield lambda _: None
+        print("the bar ends")
+
+    monkeypatch.setattr(output, "progress", bar)
+    sizes = ("--seqlens", "16", "--batch", 1, "--heads", 1, "--head-dim", 8)
+    shown = run("bench", *sizes, "--repeats", 1, "--backend", "numpy").stdout
+    assert shown.startswith("the bar ends\nCPU")
 
 
 def test_bench_of_features():

@@ -307,7 +307,7 @@ def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
         else:
             text = jit.ptx(compiled.planned.variant) if what == "ptx" else jit.sass(compiled.build)
             code = text.encode()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise output.Failure(str(error)) from error
     if destination is None:
         click.echo(code.decode(), nl=False)

@@ -118,7 +118,9 @@ def writing(option: str, path: Path) -> Iterator[IO[bytes]]:
                 path.unlink()
             raise
     except OSError as error:
-        raise Wrong(f"{option} {path}: {error.strerror or error}") from error
+        # NumPy only says how much of an array was written.
+        reason = error.strerror or f"it cannot be written whole: {error}"
+        raise Wrong(f"{option} {path}: {reason}") from error
 
 
 def _is(path: Path, other: Path) -> bool:

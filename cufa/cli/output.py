@@ -85,7 +85,7 @@ def library_errors() -> Iterator[None]:
             yield
     except (ValueError, TypeError, GPUUnavailableError, NVRTCMissingError) as error:
         raise Failure(str(renamed(error, _OPTIONS))) from error
-    except (CompileError, LaunchError) as error:
+    except (CompileError, LaunchError, OSError) as error:  # OSError: compiled code cannot be kept
         raise Wrong(str(error)) from error
 
 

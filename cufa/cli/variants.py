@@ -154,7 +154,7 @@ def compile_variant(request: Request) -> Compiled:
         return Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
     try:
         build = jit.build(planned.variant)
-    except CompileError as error:
+    except (CompileError, OSError) as error:  # OSError: the code cannot be kept
         return Compiled(request, planned, error=str(error))
     except (NVRTCMissingError, ValueError) as error:
         raise output.Failure(str(error)) from error

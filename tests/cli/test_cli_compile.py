@@ -12,7 +12,7 @@ import pytest
 from command_line import WIDTH, refused, run, run_json
 
 import cufa
-from cufa import jit
+from cufa import cache, jit
 from cufa.cli import compile, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
@@ -382,6 +382,19 @@ def test_emit_writes_code(tmp_path):
 def test_emit_to_a_full_disk_went_wrong():
     emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "/dev/full", code=1)
     assert "error: --output /dev/full: No space left on device\n" in emitted.stderr
+
+
+@nvrtc
+def test_a_kernel_that_can_be_kept_nowhere_is_no_traceback(monkeypatch):
+    def kept_nowhere(*_):
+        raise OSError("compiled kernels can be kept neither here nor there")
+
+    monkeypatch.setattr(cache, "store", kept_nowhere)
+    monkeypatch.setattr(jit, "_builds", {})
+    arguments = ("compile", "fwd_1_naive", "--arch", "sm_80", "--head-dim", 23)
+    assert "compiled kernels can be kept neither here nor there\n" in run(*arguments, code=1).stderr
+    (document,) = run_json(*arguments, code=1)
+    assert document["error"] == "compiled kernels can be kept neither here nor there"
 
 
 @nvrtc

@@ -524,6 +524,25 @@ def test_a_full_disk_keeps_no_part_of_a_result(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_up_while_numpy_writes_an_array(monkeypatch, tmp_path):
+    def half(*_, **__):
+        raise OSError("2560 requested and 512 written")  # NumPy's error, without a reason
+
+    monkeypatch.setattr(np, "save", half)
+    message = run("run", *SMALL, "--out", tmp_path / "out.npy", code=1).stderr
+    assert message.endswith("out.npy: it cannot be written whole: 2560 requested and 512 written\n")
+
+
+def test_a_kernel_that_can_be_kept_nowhere_is_no_traceback(monkeypatch):
+    def kept_nowhere(*_, **__):
+        raise OSError("compiled kernels can be kept neither here nor there")
+
+    monkeypatch.setattr(cufa, "attention", kept_nowhere)
+    assert run("run", *SMALL, code=1).stderr == (
+        "error: compiled kernels can be kept neither here nor there\n"
+    )
+
+
 def test_an_npz_without_the_array_says_what_it_has(files, tmp_path):
     np.savez(tmp_path / "in.npz", a=np.zeros(3), b=np.zeros(3))
     assert "no array 'q' in the file; it has a, b" in refused("run", *files, "--q", tmp_path / "in.npz")

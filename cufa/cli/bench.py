@@ -37,6 +37,7 @@ from cufa.cli.workload import (
     Workload,
     place,
     problem_document,
+    refuse_on_cpu,
     release_gpu_memory,
     to_gpu,
     to_host,
@@ -181,6 +182,9 @@ def command(
         direction, left_out_by = "forward", reason
     tiles = tilings(tile)
     rungs = _rungs(direction, kernels, tiles, arch)
+    if not on_gpu:
+        for _, rung in rungs:
+            refuse_on_cpu(rung)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
     posed = _described(problems[0], features, layout)
@@ -202,8 +206,6 @@ def command(
                     left_out.append(failure.message)
                 else:
                     fitting.append((way, rung))
-            if not fitting and not on_gpu:  # the CPU refuses tiles altogether
-                raise output.Failure(left_out[0])
             for message in dict.fromkeys(left_out):
                 output.say(f"left out: {message}", "yellow")
             if not fitting:

@@ -12,7 +12,7 @@ import numpy as np
 
 import cufa
 from cufa import device
-from cufa.arguments import DESCALES, check_scale, refuse_gpu_options
+from cufa.arguments import DESCALES, check_scale
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
@@ -39,6 +39,7 @@ from cufa.cli.workload import (
     Workload,
     place,
     problem_document,
+    refuse_on_cpu,
     to_gpu,
     to_host,
     use_gpu,
@@ -209,7 +210,8 @@ def command(
     if on_gpu:
         _plans(workload, rungs)  # refuse what no kernel supports before allocating
     else:
-        _refuse_gpu_options(rungs)
+        for direction, rung in rungs.items():
+            refuse_on_cpu(rung, "--backward-" if direction == "backward" else "--")
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
@@ -287,15 +289,6 @@ def _check_sequences(workload: Workload) -> None:
     side = {name: rules[name] for name in rules if name not in others}
     with output.library_errors():
         Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
-
-
-def _refuse_gpu_options(rungs: dict[Direction, Rung]) -> None:
-    """Raise Failure if a call that computes on the CPU asks for a kernel, its tiles or an arch."""
-    with output.library_errors():
-        for direction, rung in rungs.items():
-            prefix = "--backward-" if direction == "backward" else "--"
-            options = {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles, "--arch": rung.arch}
-            refuse_gpu_options(**options)
 
 
 def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, Plan]:

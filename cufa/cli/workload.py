@@ -12,7 +12,7 @@ import numpy as np
 
 import cufa
 from cufa import arrays, device
-from cufa.arguments import Options, make_problem
+from cufa.arguments import Options, make_problem, refuse_gpu_options
 from cufa.cli import check
 from cufa.cli.functions import mods_of
 from cufa.cli.options import FeatureOptions
@@ -210,6 +210,13 @@ def use_gpu(backend: str | None) -> bool:
             device.current()
         return True
     return backend is None and arrays.gpu_usable()
+
+
+def refuse_on_cpu(rung: Rung, prefix: str = "--") -> None:
+    """Raise Failure if a call that computes on the CPU asks for a kernel, its tiles or an arch."""
+    options = {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles, "--arch": rung.arch}
+    with library_errors():
+        refuse_gpu_options(**options)
 
 
 def place(on_gpu: bool) -> str:

@@ -182,11 +182,11 @@ def command(
         direction, left_out_by = "forward", reason
     tiles = tilings(tile)
     rungs = _rungs(direction, kernels, tiles, arch)
+    if all(way == "forward" for way, _ in rungs):
+        refuse_without_backward(left_out_by, features)
     if not on_gpu:
         for _, rung in rungs:
             refuse_on_cpu(rung)
-    if all(way == "forward" for way, _ in rungs):
-        refuse_without_backward(left_out_by, features)
     posed = _described(problems[0], features, layout)
     for way, _ in rungs:
         posed.problem(way)  # refuse it by its own sizes, not by those of the problem that is checked

@@ -27,7 +27,7 @@
 // Shared   rings: KEY_STAGES K and V tiles, replaced by dK and dV unless there are outboxes; STAGES
 //          Q and dO tiles with the statistics of their rows; dS^T tiles. For each warpgroup an
 //          outbox, if used, and the bias of a tile of scores, if TMA can copy it
-// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_workspace.cuh);
 //          with a mask or a mask_mod, what it shows of each tile of scores; sums of the gradients
 //          of score_mod's arrays, if wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes

@@ -24,7 +24,7 @@
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
 //          a bias that TMA copies lies where P^T will be written; what partners send
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
-//          (wgmma_query_sums.cuh); with a mask or a mask_mod, what it shows of each tile of scores
+//          (wgmma_workspace.cuh); with a mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"

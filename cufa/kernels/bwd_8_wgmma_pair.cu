@@ -21,7 +21,7 @@
 // Shared   key block: K, a ring of STAGES Q tiles; value block: V, later panels of K, a ring of
 //          SCORE_STAGES dO tiles; both: rings of P^T and dS^T, the statistics of rows
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
-//          (wgmma_query_sums.cuh)
+//          (wgmma_workspace.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"

@@ -3,7 +3,7 @@
 
 #include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
-#include "hopper/backward/wgmma_seen_queries.cuh"
+#include "hopper/backward/wgmma_query_walks.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
 constexpr int kKeyStages = KEY_STAGES;

@@ -4,7 +4,7 @@
 #include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/partner_sums.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
-#include "hopper/backward/wgmma_seen_queries.cuh"
+#include "hopper/backward/wgmma_query_walks.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
 // Panels of a block's part of the head dims; each warpgroup has at least one. Beyond the head dims

@@ -4,6 +4,7 @@
 #include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/partner_tiles.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
+#include "hopper/backward/wgmma_query_walks.cuh"
 
 // The two blocks of a cluster. The key block has K and Q: it computes S, P and dK. The value block
 // has V and dO: it computes dP, dS and dV.

@@ -2,7 +2,6 @@
 // store.
 #pragma once
 
-#include "hopper/backward/wgmma_query_sums.cuh"
 #include "hopper/backward/wgmma_turns.cuh"
 #include "hopper/bias_boxes.cuh"
 #include "hopper/nonfinite_elements.cuh"

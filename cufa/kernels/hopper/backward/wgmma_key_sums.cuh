@@ -3,6 +3,7 @@
 
 #include "gradients/key_sums.cuh"
 #include "hopper/backward/wgmma_key_work.cuh"
+#include "hopper/wgmma_products.cuh"
 
 struct WgmmaKeySums : KeySums {
     // Writes a warpgroup's sums for 64 keys, from key number `key` of its work and column first_col

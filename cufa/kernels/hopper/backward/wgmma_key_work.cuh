@@ -1,13 +1,10 @@
 // The work of a block of the Hopper backward: its tiles of keys, its part of the query heads that
-// share them and of their rows, their order, the tiles of queries that see the keys, and how its dQ
-// is added to that of other blocks.
+// share them and of their rows, their order, and how its dQ is added to that of other blocks.
 #pragma once
 
 #include "call/schedule.cuh"
 #include "call/tensor.cuh"
 #include "gradients/key_sums.cuh"
-#include "hopper/backward/key_statistics.cuh"
-#include "hopper/wgmma_products.cuh"
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
@@ -179,74 +176,4 @@ struct KeyOrder {
             return min(max(fitting, 1), count);
         }
     };
-};
-
-// The tiles of queries of one head, by number, that see a tile of keys. From whole_begin to
-// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile; in a window,
-// from first_begin on, none of an earlier one.
-template <int BlockM, int BlockN>
-struct QueryTileRange {
-    int begin, whole_begin, whole_end, end, first_begin, last_end;
-
-    __device__ QueryTileRange(const Mask& mask, int first_key) {
-        const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
-        const bool whole = first_key + BlockN <= mask.seqlen_k;
-        begin = mask.first_row(first_key) / BlockM;
-        end = ceil_div(mask.rows_end(last_key), BlockM);
-        if (kUsedKeys && last_key < first_key) end = begin;  // none of the keys counts
-        whole_begin = whole ? ceil_div(mask.first_row(last_key), BlockM) : end;
-        whole_end = kRowsEnd ? mask.rows_end(first_key) / BlockM : end;
-        const int next_key = first_key + BlockN;
-        last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
-        first_begin = first_key == 0 ? 0 : ceil_div(mask.rows_end(first_key - 1), BlockM);
-    }
-
-    // Those of a block's work: one of kRowParts parts of them.
-    __device__ QueryTileRange(const BackwardParams& call, const KeyWork& work)
-        : QueryTileRange(work.mask(call), work.first_key) {
-        if constexpr (kRowParts > 1) keep_part(begin, end, work.part % kRowParts, kRowParts);
-    }
-
-    __device__ bool masked(int tile) const {
-        return tile < whole_begin || (kRowsEnd && tile >= whole_end);
-    }
-    __device__ bool any_masked() const {
-        return kKeyMask || begin < whole_begin || (kRowsEnd && whole_end < end);
-    }
-    // Whether no earlier tile of keys adds to this tile's dQ.
-    __device__ bool first_of(int tile) const { return kFirstSets && tile >= first_begin; }
-    // Whether no later tile of keys adds to this tile's dQ.
-    __device__ bool last_of(int tile) const { return tile < last_end; }
-};
-
-// A warp's walk over the tiles of queries of a part of the heads. What blocks that begin together
-// work on should be in the L2 cache. Without a window they see the same last queries: these come
-// first, of all heads, so that blocks of any length add to the same sums in the same order. In a
-// window, neighbours see overlapping queries, so each finishes one head before the next: the other
-// still finds what both see there.
-template <class Tiles>
-struct QueryWalk {
-    const Tiles& tiles;
-    int heads, head, heads_end, tile;
-
-    __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int part)
-        : tiles(tiles),
-          heads(heads_of_part(sizes)),
-          head(heads * (part / kRowParts)),
-          heads_end(head + heads),
-          tile(tiles.end - 1) {}
-
-    __device__ bool at_end() const { return tile < tiles.begin || (kWindow && head == heads_end); }
-    __device__ bool masked() const { return tiles.masked(tile); }
-    __device__ void advance() {
-        if constexpr (kWindow) {
-            if (--tile >= tiles.begin) return;
-            tile = tiles.end - 1;
-            ++head;
-        } else {
-            if (++head < heads_end) return;
-            head -= heads;
-            --tile;
-        }
-    }
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradients/sink_gradient.cuh"
-#include "hopper/backward/wgmma_query_sums.cuh"
+#include "hopper/backward/wgmma_workspace.cuh"
 
 // A block's tile of queries in the launches before and after the main one. They take the tiles in
 // reverse: what one kernel used last, the next finds in the L2 cache.

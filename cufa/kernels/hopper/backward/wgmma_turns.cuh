@@ -5,7 +5,7 @@
 // tile. So one thread passes turns on and another waits for them.
 #pragma once
 
-#include "hopper/backward/wgmma_query_sums.cuh"
+#include "hopper/backward/wgmma_workspace.cuh"
 
 // A warpgroup's turns. A stage is full once the warpgroup may add its part of a tile, and added
 // once it has. It is empty once the thread that passes the turn on has seen that.

@@ -8,6 +8,7 @@
 // Owns     warp: one row of one head
 // Writes   out and LSE, which may be a part's own arrays
 #include "call/columns.cuh"
+#include "call/grid.cuh"
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
 
@@ -28,7 +29,7 @@ __device__ inline acc_t product(acc_t weight, scalar_t value) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge(const __grid_constant__ MergeParams params) {
-    const long long index = static_cast<long long>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    const long long index = warp_of_grid<kThreads>();
     const int row = index % params.seqlen, head = index / params.seqlen % params.heads;
     const int batch = index / params.seqlen / params.heads;
     if (batch >= params.batch) return;

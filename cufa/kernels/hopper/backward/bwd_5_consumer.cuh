@@ -13,11 +13,6 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 
-template <int Cols, int Rows, int TileCols>
-__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
-    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
-}
-
 template <Role kRole>
 struct Consumer {
     static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
@@ -148,7 +143,7 @@ struct Consumer {
     __device__ void issue_value_gradients(ValueGradients& dv) {
         smem.p_ring.wait_full(at);
         smem.dout_ring.wait_full(at);
-        const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
+        const auto& dout = smem.dout[at.stage].panels_from<kValueCols>(kValuePart.begin);
         issue_product_nn<kBlockM, kValueCols>(dv, smem.p[at.stage], dout);
     }
 
@@ -157,7 +152,7 @@ struct Consumer {
     __device__ void issue_kept_value_gradients(ValueGradients& dv, Weights& p) {
         if constexpr (kRole == kWeights) {
             smem.dout_ring.wait_full(at);
-            const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
+            const auto& dout = smem.dout[at.stage].panels_from<kValueCols>(kValuePart.begin);
             issue_product_pn<kBlockM, kValueCols>(dv, p, dout);
         } else {
             smem.p_ring.wait_full(at);
@@ -177,7 +172,7 @@ struct Consumer {
     __device__ void issue_key_gradients(KeyGradients& dk) {
         const RingPosition<kStages> from = before(at);
         smem.ds_ring.wait_full(from);
-        const auto& q = part_of<kKeyCols>(smem.q[from.stage], kKeyPart.first_col());
+        const auto& q = smem.q[from.stage].panels_from<kKeyCols>(kKeyPart.begin);
         issue_product_nn<kBlockM, kKeyCols>(dk, smem.ds[from.stage], q);
     }
 
@@ -236,8 +231,8 @@ struct Consumer {
             key_sums.write_values<kValueCols>(call, work, 0, value_col, dv);
             key_sums.write_keys<kKeyCols>(call, work, 0, head_col, dk);
         } else {
-            auto& values = part_of<kValueCols>(smem.v, kValuePart.first_col());
-            auto& keys = part_of<kKeyCols>(smem.k, kKeyPart.first_col());
+            auto& values = smem.v.panels_from<kValueCols>(kValuePart.begin);
+            auto& keys = smem.k.panels_from<kKeyCols>(kKeyPart.begin);
             store<kValueCols, kValueDim>(params.dv, call.dv, values, value_col, dv, 1);
             store<kKeyCols, kHeadDim>(params.dk, call.dk, keys, head_col, dk, call.softmax_scale);
         }

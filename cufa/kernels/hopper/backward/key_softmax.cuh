@@ -213,17 +213,18 @@ struct KeySoftmax {
         bool shown = mod_sees(place.features, place.batch, place.head, inside, key[half]);
         if constexpr (kMaskBits != 0)
             shown &= KeyMask(place.features, place.batch, place.head).shows(inside, key[half]);
-        return shown && sees(row, half);
+        return shown && in_range(row, half);
     }
 
     // Whether element i of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, const TilePlace& place) const {
         if constexpr (kKeyMask) return seen[i / 32] >> i % 32 & 1;
-        return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
+        return in_range(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
 
   private:
-    __device__ bool sees(int row, int half) const {
+    // The same by the range of rows alone.
+    __device__ bool in_range(int row, int half) const {
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
     }
 

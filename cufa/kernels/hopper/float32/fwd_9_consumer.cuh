@@ -84,7 +84,7 @@ struct Consumer {
           warpgroup(warpgroup),
           rules(call, work.sequence, work.head),
           turns(warpgroup),
-          first_row(warpgroup * kWgmmaM + row_of_warp() + threadIdx.x % 32 / 4) {}
+          first_row(warpgroup * kWgmmaM + row_of_thread()) {}
 
     __device__ int row_of(int half) const { return work.first_row + first_row + half * 8; }
     // The key, or the column of a row, to which sums[4 * eight + e] belongs.

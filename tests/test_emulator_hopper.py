@@ -396,22 +396,22 @@ BARRIER = r"the barrier at byte \d+ of shared memory, whose phase 0, of parity 0
 PLANTED = {
     "fewer bytes announced than copied": (
         "wgmma_forward_copies.cuh",
-        "ring.announce(at, Tile::kBytes);",
-        "ring.announce(at, Tile::kBytes / 2);",
+        "ring.announce(at, Rows::kBytes);",
+        "ring.announce(at, Rows::kBytes / 2);",
         r"threads wait for others that do not come\n(?s:.*)"
         rf"threads 128-255 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}"
         r"lacks 0 of 1 arrivals and has 4096 bytes that nobody announced\n",
     ),
     "more bytes announced than copied": (
         "wgmma_forward_copies.cuh",
-        "ring.announce(at, Tile::kBytes);",
-        "ring.announce(at, 2 * Tile::kBytes);",
+        "ring.announce(at, Rows::kBytes);",
+        "ring.announce(at, 2 * Rows::kBytes);",
         rf"{BARRIER}lacks 0 of 1 arrivals and 8192 bytes\n    ptx_sm90.cuh:\d+: ptx::barrier_try_wait\n",
     ),
     "bytes announced for one of two boxes": (
         "wgmma_forward_copies.cuh",
-        "copy_tile(tile, map, full, batch, work.kv_head, first_key);",
-        "for (int i = 0; i < 2; ++i) copy_tile(tile, map, full, work.batch, work.kv_head, 0);",
+        "copy_tile(to, map, full, batch, work.kv_head, first_key);",
+        "for (int i = 0; i < 2; ++i) copy_tile(to, map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
     ),
     "a box stored before its tensor": (

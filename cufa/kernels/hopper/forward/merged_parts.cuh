@@ -4,6 +4,7 @@
 #pragma once
 
 #include "hopper/forward/key_parts.cuh"
+#include "hopper/forward/taken_tiles.cuh"
 #include "hopper/forward/wgmma_forward_output.cuh"
 
 // The result of a block. Dims are the columns of a warpgroup's sums; the rows are the same for all.

@@ -5,7 +5,6 @@
 
 #include "hopper/forward/row_bias.cuh"
 #include "hopper/forward/seen_bits.cuh"
-#include "hopper/forward/share_walk.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/forward/work_tiles.cuh"
 #include "hopper/labelled_ring.cuh"
@@ -56,11 +55,9 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struc
 // Beside another launch, some blocks begin only when that one ends, so no block has a tile of its
 // own.
 constexpr bool kLateBlocks = kLeastQueries > 0;
-// Whether parts of keys are merged by a launch of their own. Else blocks wait for parts, and the
-// same holds: a block takes a part only after running blocks have taken those before it, however
-// few blocks have an SM.
+// Whether parts of keys are merged by a launch of their own. Else the blocks with last parts wait
+// for the others.
 constexpr bool kMergesLater = MERGES_LATER;
-constexpr bool kAsksFirst = kLateBlocks || (kPartsKeys && !kMergesLater);
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 // Where warpgroups divide the columns of O, each has so many whole panels, also of V.
@@ -121,15 +118,6 @@ struct KeyTileRange {
 constexpr bool kSharesTiles = (kPacked || kUsedKeys) && kTeams > (kRangeMask ? 3 : 1);
 using Work = WorkTiles<kTeams, kQueryStages, kSharesTiles>;
 
-template <bool Shares>
-struct OrderOf {
-    using type = TileOrder<kBlockM, kSectionBytes>;
-};
-template <>
-struct OrderOf<true> {
-    using type = ShareWalk<kBlockM, kBlockN>;
-};
-using Order = OrderOf<kSharesKeys>::type;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
@@ -142,19 +130,6 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
     KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
     work.keep(keys.begin, keys.end);
     return keys;
-}
-
-// Where only the GPU knows how many tiles of keys are to be split, limits their parts, each of
-// which has at least one. Returns whether this part is left. A template, because tiles may have no
-// parts.
-template <class Work>
-__device__ inline bool has_part(const ForwardParams& call, Work& work) {
-    if constexpr (kPartsVary) {
-        const KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
-        work.parts = min(int(work.parts), max(keys.end - keys.begin, 1));
-        return work.part < work.parts;
-    }
-    return true;
 }
 
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
@@ -179,24 +154,6 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
     const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
     return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
 }
-
-// Hands out the numbers of tiles after a block's first, or from the first on if kAsksFirst.
-template <bool MergesLater>
-struct TileHandout : TileCounter {
-    template <class Order>  // that of shares has no count
-    __device__ TileHandout(const ForwardParams& call, const Order& order)
-        : TileCounter{tiles_taken(call), order.count()} {}
-    __device__ int next() const { return kAsksFirst ? of_all() : after_own(); }
-};
-// If parts are merged later, there are about as many as blocks, or each block has a share. So each
-// block takes every gridDim.x-th, without a count that a launch before would have to set.
-template <>
-struct TileHandout<true> {
-    int last = blockIdx.x;
-
-    __device__ TileHandout(const ForwardParams&, const Order&) {}
-    __device__ int next() { return last += gridDim.x; }
-};
 
 using TileRing = LabelledRing<kStages>;
 

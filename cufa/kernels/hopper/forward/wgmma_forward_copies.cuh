@@ -3,6 +3,7 @@
 #pragma once
 
 #include "hopper/forward/key_columns.cuh"
+#include "hopper/forward/taken_tiles.cuh"
 
 // Walks over the tiles of keys that a mask or a mask_mod shows at least partly to a tile of
 // queries, from the last tile down. If it shows none, the walk has the last tile of the range.
@@ -39,11 +40,7 @@ struct SeenWalk {
     }
 };
 
-// ---- the producer: one thread, or a whole warp, if it looks up pages or its share of keys, or
-// also widens keys ----
-
-constexpr int kProducers = kPaged || kWidensKeys || kSharesKeys ? 32 : 1;
-static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
+// ---- the producer: one thread or a whole warp ----
 
 // True in the producer's one thread that starts copies.
 __device__ inline bool starts_copies() {
@@ -70,77 +67,6 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     at.advance();
 }
 
-// The pages of a tile's keys from first_key on: looked up before the stage is empty, and used again
-// for the values.
-__device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile& work,
-                                      const Sequence& sequence, int first_key) {
-    return {sequence.keys<const key_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
-}
-
-// Starts the copy of a tile of keys or values, from first_key and first_col on.
-template <class Tile>
-__device__ inline void send_tile(Tile& tile, TileRing& ring, RingPosition<kStages> at,
-                                 const TensorMap& map, WorkTile work, const Sequence& sequence,
-                                 const KeyPages& pages, int first_key, int first_col,
-                                 TileLabel label = {}) {
-    ring.wait_empty(at);
-    if constexpr (kPaged) {
-        const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
-        if (!starts_copies()) return;
-        ring.label(at, label);
-        boxes.copy(tile, map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
-    } else {
-        if (!starts_copies()) return;
-        ring.label(at, label);
-        ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-        const int batch = kPacked ? 0 : work.batch;
-        if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {
-            copy_tile(tile, map, full, batch, work.kv_head, first_key, 0, first_col);
-        } else {
-            copy_tile(tile, map, full, batch, work.kv_head, first_key);
-        }
-    }
-}
-
-// The same for Cols columns of a tile of keys, which are a part of it.
-template <int Cols, class Smem>
-__device__ inline void send_part(Smem& smem, RingPosition<kStages> at, const Params& params,
-                                 const WorkTile& work, const Sequence& sequence,
-                                 const KeyPages& pages, int first_key, int first_col, int part) {
-    send_tile(columns_of_part<Cols>(smem.k[at.stage], part), smem.k_ring.parts[part], at, params.k,
-              work, sequence, pages, first_key, first_col + first_col_of_part(part));
-}
-
-// The same for a tile of keys; `owner` is the warpgroup that computes its scores, if several take
-// turns. Parts come in the order in which consumers release those of the tile before.
-template <class Smem>
-__device__ inline void send_keys(Smem& smem, RingPosition<kStages> at, const Params& params,
-                                 const WorkTile& work, const Sequence& sequence,
-                                 const KeyPages& pages, int first_key, int first_col, int owner) {
-    if constexpr (kInParts) {
-        if constexpr (kKeysAlone > 0)
-            send_part<kKeysAlone>(smem, at, params, work, sequence, pages, first_key, first_col,
-                                  kColumnWarpgroups);
-        for (int i = 0; i < kColumnWarpgroups; ++i)
-            send_part<kOwnCols>(smem, at, params, work, sequence, pages, first_key, first_col,
-                                (owner + i) % kColumnWarpgroups);
-    } else {
-        send_tile(smem.k[at.stage], smem.k_ring, at, params.k, work, sequence, pages, first_key,
-                  first_col);
-    }
-}
-
-// The same for a tile of values, unless it came with the keys.
-template <class Smem>
-__device__ inline void send_values(Smem& smem, RingPosition<kStages> at, const Params& params,
-                                   WorkTile work, const Sequence& sequence, const KeyPages& pages,
-                                   int first_key, int first_col, TileLabel label = {}) {
-    if constexpr (!kValuesInKeys) {
-        send_tile(smem.v[at.stage], smem.v_ring, at, params.v, work, sequence, pages, first_key,
-                  first_col, label);
-    }
-}
-
 // Starts the copy of the bias of a tile of scores. A template, because Smem may have no bias.
 template <class Smem, class Params>
 __device__ inline void send_bias(Smem& smem, const Params& params, const WorkTile& work, int tile,
@@ -158,24 +84,107 @@ __device__ inline void send_bias(Smem& smem, const Params& params, const WorkTil
     }
 }
 
+// Sends a tile of queries, and tiles of the keys and values that it sees.
+template <class Smem>
+struct Sender {
+    Smem& smem;
+    const Params& params;
+    const WorkTile& work;
+    const Sequence sequence;
+    const int k_col, v_col;  // the first columns of tiles
+
+    __device__ Sender(Smem& smem, const Params& params, const WorkTile& work)
+        : smem(smem),
+          params(params),
+          work(work),
+          sequence(work.sequence(params.call)),
+          k_col(first_col_of<kHeadDim>(params.call.k, work.kv_head)),
+          v_col(first_col_of<kValueDim>(params.call.v, work.kv_head)) {}
+
+    __device__ void send_queries(RingPosition<kQueryStages>& at) const {
+        ::send_queries(smem, params, at, work);
+    }
+    // The bias of the tile's scores, if TMA can copy it.
+    __device__ void send_bias(int tile, RingPosition<1>& at) const {
+        ::send_bias(smem, params, work, tile, at);
+    }
+
+    // The pages of a tile: looked up before the stage is empty, and used again for the values.
+    __device__ KeyPages pages_from(int first_key) const {
+        return {sequence.keys<const key_t>(params.call.k, work.kv_head), first_key,
+                sequence.seqlen_k};
+    }
+
+    // Starts the copy of a tile of keys; `owner` is the warpgroup that computes its scores, if
+    // several take turns. Parts come in the order in which consumers release those of the tile
+    // before.
+    __device__ void send_keys(RingPosition<kStages> at, const KeyPages& pages, int first_key,
+                              int owner = 0, TileLabel label = {}) const {
+        if constexpr (kInParts) {
+            if constexpr (kKeysAlone > 0)
+                send_part<kKeysAlone>(at, pages, first_key, kColumnWarpgroups);
+            for (int i = 0; i < kColumnWarpgroups; ++i)
+                send_part<kOwnCols>(at, pages, first_key, (owner + i) % kColumnWarpgroups);
+        } else {
+            send(smem.k[at.stage], smem.k_ring, at, params.k, pages, first_key, k_col, label);
+        }
+    }
+
+    // The same for a tile of values, unless it came with the keys.
+    __device__ void send_values(RingPosition<kStages> at, const KeyPages& pages, int first_key,
+                                TileLabel label = {}) const {
+        if constexpr (!kValuesInKeys)
+            send(smem.v[at.stage], smem.v_ring, at, params.v, pages, first_key, v_col, label);
+    }
+
+  private:
+    // Sends the Cols columns of a tile of keys that are a part of it.
+    template <int Cols>
+    __device__ void send_part(RingPosition<kStages> at, const KeyPages& pages, int first_key,
+                              int part) const {
+        send(columns_of_part<Cols>(smem.k[at.stage], part), smem.k_ring.parts[part], at, params.k,
+             pages, first_key, k_col + first_col_of_part(part), {});
+    }
+
+    // Starts the copy of a tile to `to`, from first_col on.
+    template <class Rows>
+    __device__ void send(Rows& to, TileRing& ring, RingPosition<kStages> at, const TensorMap& map,
+                         const KeyPages& pages, int first_key, int first_col,
+                         const TileLabel& label) const {
+        ring.wait_empty(at);
+        if constexpr (kPaged) {
+            const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
+            if (!starts_copies()) return;
+            ring.label(at, label);
+            boxes.copy(to, map, ring.announce(at, Rows::kBytes), work.kv_head, first_col);
+        } else {
+            if (!starts_copies()) return;
+            ring.label(at, label);
+            ptx::Barrier& full = ring.announce(at, Rows::kBytes);
+            const int batch = kPacked ? 0 : work.batch;
+            if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {
+                copy_tile(to, map, full, batch, work.kv_head, first_key, 0, first_col);
+            } else {
+                copy_tile(to, map, full, batch, work.kv_head, first_key);
+            }
+        }
+    }
+};
+
 // Sends a tile of queries and the tiles of keys that a mask or a mask_mod shows to it. Calls `ask`
 // when only the last values are still to be sent.
 template <class Smem, class Ask>
-__device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
+__device__ inline void send_seen(const Sender<Smem>& sender, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, RingPosition<1>& bias_at,
-                                 const WorkTile& work, const KeyRange& keys, Ask ask) {
-    const Sequence sequence = work.sequence(params.call);
+                                 const KeyRange& keys, const Ask& ask) {
     const auto key_of = [&](const SeenWalk& walk) {
-        return sequence.first_k + walk.tile * kBlockN;
+        return sender.sequence.first_k + walk.tile * kBlockN;
     };
-    const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
-    const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
-    SeenWalk walk(params.call, work, keys);
-    KeyPages pages = pages_from(params.call, work, sequence, key_of(walk));
-    send_tile(smem.k[at.stage], smem.k_ring, at, params.k, work, sequence, pages, key_of(walk),
-              k_col, walk.label());
-    send_queries(smem, params, q_at, work);
-    send_bias(smem, params, work, walk.tile, bias_at);
+    SeenWalk walk(sender.params.call, sender.work, keys);
+    KeyPages pages = sender.pages_from(key_of(walk));
+    sender.send_keys(at, pages, key_of(walk), 0, walk.label());
+    sender.send_queries(q_at);
+    sender.send_bias(walk.tile, bias_at);
     while (!walk.at_end()) {
         RingPosition<kStages> after = at;
         after.advance();
@@ -185,12 +194,11 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
         if (walk.at_last()) {
             ask();
         } else {
-            pages_after = pages_from(params.call, work, sequence, key_of(next));
-            send_tile(smem.k[after.stage], smem.k_ring, after, params.k, work, sequence,
-                      pages_after, key_of(next), k_col, next.label());
+            pages_after = sender.pages_from(key_of(next));
+            sender.send_keys(after, pages_after, key_of(next), 0, next.label());
         }
-        send_values(smem, at, params, work, sequence, pages, key_of(walk), v_col, walk.label());
-        if (!walk.at_last()) send_bias(smem, params, work, next.tile, bias_at);
+        sender.send_values(at, pages, key_of(walk), walk.label());
+        if (!walk.at_last()) sender.send_bias(next.tile, bias_at);
         at = after;
         walk = next;
         pages = pages_after;
@@ -203,72 +211,68 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
 // under way before the block waits for the answer.
 constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
+// Sends a tile of queries and all tiles of keys that it sees.
+template <class Smem, class Ask>
+__device__ inline void send_range(const Sender<Smem>& sender, RingPosition<kQueryStages>& q_at,
+                                  RingPosition<kStages>& at, RingPosition<1>& bias_at,
+                                  const KeyRange& keys, const Ask& ask) {
+    const int first_key = sender.sequence.first_k;
+    int tile = keys.end - 1;
+    KeyPages pages;
+    if (!keys.none()) {
+        const int key = first_key + tile * kBlockN;
+        pages = sender.pages_from(key);
+        sender.send_keys(at, pages, key);
+    }
+    sender.send_queries(q_at);
+    if (!keys.none()) sender.send_bias(tile, bias_at);
+    // Keys are needed a tile ahead of values.
+    const auto send_down_to = [&](int begin) {
+        for (; tile >= begin; --tile) {
+            RingPosition<kStages> after = at;
+            after.advance();
+            KeyPages pages_after;
+            const int key = first_key + tile * kBlockN;
+            if (tile > keys.begin) {
+                pages_after = sender.pages_from(key - kBlockN);
+                sender.send_keys(after, pages_after, key - kBlockN,
+                                 (keys.end - tile) % kColumnWarpgroups);
+            }
+            sender.send_values(at, pages, key);
+            if (tile > keys.begin) sender.send_bias(tile - 1, bias_at);
+            at = after;
+            pages = pages_after;
+        }
+    };
+    send_down_to(keys.begin + kAskAhead);
+    ask();  // the answer comes while the others are sent
+    send_down_to(keys.begin);
+}
+
+// Takes tiles of queries until none are left, and sends each with the keys that it sees.
 template <class Smem>
 __device__ inline void produce(Smem& smem, const Params& params) {
-    Order order(params.call);
-    TileHandout<kMergesLater> handout(params.call, order);
+    TakenTiles taken(params);
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // keys and values of a tile have the same position
     RingPosition<1> bias_at;
-
-    constexpr unsigned int kLanes = kProducers > 1 ? 0xffffffffu : 1;  // that produce
-    const auto ask = [&] {
-        if (kProducers > 1 && threadIdx.x != 0) return 0;
-        return handout.next();
-    };
-
-    unsigned int index = kAsksFirst ? uniform<kLanes>(ask()) : blockIdx.x;
-    for (;;) {
-        WorkTile work = order.at(index);
+    int answer;
+    const auto ask = [&] { answer = taken.ask(); };
+    for (;; taken.advance(answer)) {
+        const WorkTile work = taken.current();
         if (!work.exists()) break;
-        const Sequence sequence = work.sequence(params.call);
-        if ((kPacked && work.first_row >= sequence.seqlen_q) || !has_part(params.call, work)) {
-            index = uniform<kLanes>(ask());
-            continue;
-        }
         const KeyRange keys = key_tiles_of(params.call, work);
+        const Sender sender(smem, params, work);
         if constexpr (kKeyMask) {
-            if (!keys.none()) {
-                int asked;
-                send_seen(smem, params, q_at, at, bias_at, work, keys, [&] { asked = ask(); });
-                index = uniform<kLanes>(asked);
-                continue;
+            if (keys.none()) {
+                sender.send_queries(q_at);
+                ask();
+            } else {
+                send_seen(sender, q_at, at, bias_at, keys, ask);
             }
+        } else {
+            send_range(sender, q_at, at, bias_at, keys, ask);
         }
-        const int first_key = sequence.first_k;
-        const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
-        const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
-        int tile = keys.end - 1;
-        KeyPages pages;
-        if (!keys.none()) {
-            const int key = first_key + tile * kBlockN;
-            pages = pages_from(params.call, work, sequence, key);
-            send_keys(smem, at, params, work, sequence, pages, key, k_col, 0);
-        }
-        send_queries(smem, params, q_at, work);
-        if (!keys.none()) send_bias(smem, params, work, tile, bias_at);
-        // Keys are needed a tile ahead of values.
-        const auto send_down_to = [&](int begin) {
-            for (; tile >= begin; --tile) {
-                RingPosition<kStages> after = at;
-                after.advance();
-                KeyPages pages_after;
-                const int key = first_key + tile * kBlockN;
-                if (tile > keys.begin) {
-                    pages_after = pages_from(params.call, work, sequence, key - kBlockN);
-                    send_keys(smem, after, params, work, sequence, pages_after, key - kBlockN,
-                              k_col, (keys.end - tile) % kColumnWarpgroups);
-                }
-                send_values(smem, at, params, work, sequence, pages, key, v_col);
-                if (tile > keys.begin) send_bias(smem, params, work, tile - 1, bias_at);
-                at = after;
-                pages = pages_after;
-            }
-        };
-        send_down_to(keys.begin + kAskAhead);
-        const int asked = ask();  // the answer comes while the others are sent
-        send_down_to(keys.begin);
-        index = uniform<kLanes>(asked);
     }
     send_queries(smem, params, q_at, WorkTile::none());
 }

@@ -71,37 +71,6 @@ class KeyWidener : public RowWidener<Tile> {
     KeyPlace<kPaged> places[kUnits];  // of the tile that is loaded next
 };
 
-// Hands out a block's tiles of queries. One warp calls it.
-class TakenTiles {
-  public:
-    __device__ explicit TakenTiles(const Params& params)
-        : call(params.call), order(call), handout(call, order) {}
-
-    // The next tile with queries and with keys of its own, or none.
-    __device__ WorkTile next() {
-        for (;;) {
-            WorkTile work = order.at(kSharesKeys ? 0 : next_index());
-            if (!work.exists()) return WorkTile::none();
-            if (kPacked && work.first_row >= work.sequence(call).seqlen_q) continue;
-            if (has_part(call, work)) return work;
-        }
-    }
-
-  private:
-    __device__ int next_index() {
-        if (!kAsksFirst && first) {
-            first = false;
-            return blockIdx.x;
-        }
-        return uniform(threadIdx.x == 0 ? handout.next() : 0);
-    }
-
-    const ForwardParams& call;
-    Order order;
-    TileHandout<kMergesLater> handout;
-    bool first = true;
-};
-
 // What the warps of the first warpgroup do if keys are in 8 bits: all write keys, and one of them
 // also takes tiles of queries and starts their copies.
 template <class Smem>
@@ -111,7 +80,7 @@ __device__ inline void produce_widened(Smem& smem, const Params& params) {
     RingPosition<kQueryStages> sent, q_at;
     RingPosition<kStages> at;
     for (;;) {
-        if (warp == 0) send_queries<kCopiesQueries>(smem, params, sent, taken.next());
+        if (warp == 0) send_queries<kCopiesQueries>(smem, params, sent, taken.current());
         const WorkTile work = follow_queries(smem, q_at);
         if (!work.exists()) return;
 
@@ -136,5 +105,6 @@ __device__ inline void produce_widened(Smem& smem, const Params& params) {
             }
             widener.load_tile(tile - 1);  // not before: a fence waits for all that is on its way
         }
+        if (warp == 0) taken.advance(taken.ask());
     }
 }

@@ -8,7 +8,7 @@
 // The pages of a tile's boxes of BoxKeys keys, from first_key on. For keys from end_key on, it is a
 // page before the tensor's first, for which TMA fills in zeros. A warp's lanes create one together
 // and each holds all numbers, so that the lane that starts the copies has nothing else to do.
-template <int BoxKeys, int Keys>
+template <int BoxKeys, int Keys, bool Paged = kPaged>
 struct BoxPages {
     static constexpr int kNoPage = -1;
 
@@ -35,4 +35,9 @@ struct BoxPages {
                       first_col);
         }
     }
+};
+// Without pages there is nothing to know.
+template <int BoxKeys, int Keys>
+struct BoxPages<BoxKeys, Keys, false> {
+    __device__ BoxPages(const TilePages<Keys>&, int, int) {}
 };

@@ -120,6 +120,7 @@ using Work = WorkTiles<kTeams, kQueryStages, kSharesTiles>;
 
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
+using KeyBoxes = BoxPages<kBoxKeys, kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
 using Kept = KeptScores<kBlockN / 2, false>;
 using Weights = WgmmaOperand<kBlockN>;

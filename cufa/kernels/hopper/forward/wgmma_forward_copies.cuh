@@ -120,53 +120,52 @@ struct Sender {
     // before.
     __device__ void send_keys(RingPosition<kStages> at, const KeyPages& pages, int first_key,
                               int owner = 0, TileLabel label = {}) const {
+        const KeyBoxes boxes(pages, first_key, sequence.seqlen_k);
         if constexpr (kInParts) {
             if constexpr (kKeysAlone > 0)
-                send_part<kKeysAlone>(at, pages, first_key, kColumnWarpgroups);
+                send_part<kKeysAlone>(at, boxes, first_key, kColumnWarpgroups);
             for (int i = 0; i < kColumnWarpgroups; ++i)
-                send_part<kOwnCols>(at, pages, first_key, (owner + i) % kColumnWarpgroups);
+                send_part<kOwnCols>(at, boxes, first_key, (owner + i) % kColumnWarpgroups);
         } else {
-            send(smem.k[at.stage], smem.k_ring, at, params.k, pages, first_key, k_col, label);
+            send(smem.k[at.stage], smem.k_ring, at, params.k, boxes, first_key, k_col, label);
         }
     }
 
     // The same for a tile of values, unless it came with the keys.
     __device__ void send_values(RingPosition<kStages> at, const KeyPages& pages, int first_key,
                                 TileLabel label = {}) const {
-        if constexpr (!kValuesInKeys)
-            send(smem.v[at.stage], smem.v_ring, at, params.v, pages, first_key, v_col, label);
+        if constexpr (!kValuesInKeys) {
+            const KeyBoxes boxes(pages, first_key, sequence.seqlen_k);
+            send(smem.v[at.stage], smem.v_ring, at, params.v, boxes, first_key, v_col, label);
+        }
     }
 
   private:
     // Sends the Cols columns of a tile of keys that are a part of it.
     template <int Cols>
-    __device__ void send_part(RingPosition<kStages> at, const KeyPages& pages, int first_key,
+    __device__ void send_part(RingPosition<kStages> at, const KeyBoxes& boxes, int first_key,
                               int part) const {
         send(columns_of_part<Cols>(smem.k[at.stage], part), smem.k_ring.parts[part], at, params.k,
-             pages, first_key, k_col + first_col_of_part(part), {});
+             boxes, first_key, k_col + first_col_of_part(part), {});
     }
 
-    // Starts the copy of a tile to `to`, from first_col on.
-    template <class Rows>
+    // Starts the copy of a tile to `to`, from first_col on. A template over `Boxes`, because there
+    // may be no pages.
+    template <class Rows, class Boxes>
     __device__ void send(Rows& to, TileRing& ring, RingPosition<kStages> at, const TensorMap& map,
-                         const KeyPages& pages, int first_key, int first_col,
+                         const Boxes& boxes, int first_key, int first_col,
                          const TileLabel& label) const {
         ring.wait_empty(at);
+        if (!starts_copies()) return;
+        ring.label(at, label);
+        ptx::Barrier& full = ring.announce(at, Rows::kBytes);
+        const int batch = kPacked ? 0 : work.batch;
         if constexpr (kPaged) {
-            const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
-            if (!starts_copies()) return;
-            ring.label(at, label);
-            boxes.copy(to, map, ring.announce(at, Rows::kBytes), work.kv_head, first_col);
+            boxes.copy(to, map, full, work.kv_head, first_col);
+        } else if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {
+            copy_tile(to, map, full, batch, work.kv_head, first_key, 0, first_col);
         } else {
-            if (!starts_copies()) return;
-            ring.label(at, label);
-            ptx::Barrier& full = ring.announce(at, Rows::kBytes);
-            const int batch = kPacked ? 0 : work.batch;
-            if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {
-                copy_tile(to, map, full, batch, work.kv_head, first_key, 0, first_col);
-            } else {
-                copy_tile(to, map, full, batch, work.kv_head, first_key);
-            }
+            copy_tile(to, map, full, batch, work.kv_head, first_key);
         }
     }
 };

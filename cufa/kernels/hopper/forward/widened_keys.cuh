@@ -5,30 +5,6 @@
 #include "hopper/forward/wgmma_inspected_values.cuh"
 #include "hopper/forward/widened_queries.cuh"
 
-// What is looked up of a key before its row is known: the number of its page, if there are pages.
-template <bool Paged>
-struct KeyPlace {
-    template <class Keys>
-    __device__ void look_up(const Keys&, int) {}
-    template <class Keys>
-    __device__ const key_t* row(const Keys& keys, int key) const {
-        return keys.row(key);
-    }
-};
-template <>
-struct KeyPlace<true> {
-    int page;
-
-    template <class Keys>
-    __device__ void look_up(const Keys& keys, int key) {
-        page = keys.table[key / kPageSize];
-    }
-    template <class Keys>
-    __device__ const key_t* row(const Keys& keys, int key) const {
-        return keys.page(page).row(key % kPageSize);
-    }
-};
-
 // The keys of a range, tile after tile, from the last one down.
 template <class Tile>
 class KeyWidener : public RowWidener<Tile> {
@@ -45,30 +21,35 @@ class KeyWidener : public RowWidener<Tile> {
     // Starts to load a tile, and looks up where the one before it is. Called for all of the range,
     // and once more: a tile before the range is left out.
     __device__ void load_tile(int tile) {
+        const int first_key = tile * Tile::kRows;
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-            const bool there = exists(tile, unit);
-            this->load(unit, there ? places[unit].row(keys, key_of(tile, unit)) : nullptr);
+            const int key = first_key + row_of(unit);
+            const key_t* const row = row_at(keys, key, first_key);  // by all lanes together
+            this->load(unit, tile >= begin && key < sequence.seqlen_k ? row : nullptr);
         }
         look_up(tile - 1);
     }
 
   private:
-    __device__ int key_of(int tile, int unit) const { return tile * Tile::kRows + row_of(unit); }
-    // Whether a tile is in the range, and the key of this lane is before their end.
-    __device__ bool exists(int tile, int unit) const {
-        return begin <= tile && key_of(tile, unit) < sequence.seqlen_k;
-    }
     __device__ void look_up(int tile) {
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
-            if (exists(tile, unit)) places[unit].look_up(keys, key_of(tile, unit));
+        if (tile >= begin) pages = {keys, tile * Tile::kRows, sequence.seqlen_k};
+    }
+    // The row of a key of the tile that was looked up. A template, because there may be no pages.
+    template <class Keys>
+    __device__ const key_t* row_at(const Keys& keys, int key, int first_key) const {
+        if constexpr (kPaged) {
+            const int number = pages.number(key / kPageSize - first_key / kPageSize);
+            return keys.page(number).row(key % kPageSize);
+        } else {
+            return keys.row(key);
+        }
     }
 
     const Sequence sequence;
     const KeyMatrix<const key_t> keys;
     const int begin;
-    KeyPlace<kPaged> places[kUnits];  // of the tile that is loaded next
+    TilePages<Tile::kRows> pages;  // of the tile that is loaded next
 };
 
 // What the warps of the first warpgroup do if keys are in 8 bits: all write keys, and one of them

@@ -1,9 +1,6 @@
-// 16-bit rows of Q in the form that products with 8-bit keys need: float16, as the keys become,
-// with columns in the order of OperandsOf<float8_e4m3fn>.
-//
-// bfloat16 has more exponents than float16. So each row is multiplied by a power of two that brings
-// its largest number to float16's largest exponent, and products by the inverse. Numbers small
-// enough to lose bits are below what float32 sums lose anyway.
+// 16-bit rows of Q in the form that products with 8-bit keys need: float16, as the keys become, in
+// units of a power of two (half_range.cuh), with columns in the order of
+// OperandsOf<float8_e4m3fn>.
 #pragma once
 
 #include "call/half_range.cuh"
@@ -57,9 +54,7 @@ struct HalfQueries {
             for (int half = 0; half < 2; ++half) {
                 const scalar_t* const from = tile.at(row, col + half * kHalfCols);
                 halves[half] = *reinterpret_cast<const Pack<scalar_t, kHalfCols>*>(from);
-#pragma unroll
-                for (int e = 0; e < kHalfCols; ++e)
-                    largest = max(largest, fabsf(to_acc(halves[half][e])));
+                take_largest(largest, halves[half]);
             }
             return largest;
         }
@@ -67,13 +62,14 @@ struct HalfQueries {
             using Pairs = Pack<unsigned int, kHalfCols / 2>;
             Pairs pairs[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < 2; ++half) {
+                const Pairs in_order = float16_pairs(halves[half], factor);
 #pragma unroll
-                for (int e = 0; e < kHalfCols; e += 2) {
-                    const auto number = [&](int i) { return to_acc(halves[half][i]) * factor; };
-                    const int pair = (half * kHalfCols + e) / 2;
-                    pairs[pair % 2][pair / 2] = ptx::pack_f16(number(e), number(e + 1));
+                for (int i = 0; i < kHalfCols / 2; ++i) {
+                    const int pair = half * (kHalfCols / 2) + i;
+                    pairs[pair % 2][pair / 2] = in_order[i];
                 }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 scalar_t* const to = tile.at(row, col + half * kHalfCols);

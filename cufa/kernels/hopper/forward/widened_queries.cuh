@@ -9,31 +9,8 @@ using query_t = QUERY_SCALAR;  // scalar_t is the type of products, if keys are 
 constexpr bool kCopiesQueries = sizeof(query_t) == 2;
 constexpr bool kScalesQueries = kWidensKeys && is_bfloat16<query_t>;
 
-// Some columns of a row in bfloat16, as pairs, which become pairs in float16.
-struct BfloatCols {
-    WideCols pairs;
-
-    __device__ float number(int i) const {
-        return to_acc(bfloat16{static_cast<unsigned short>(pairs[i / 2] >> i % 2 * 16)});
-    }
-    __device__ float largest() const {
-        float largest = 0;
-#pragma unroll
-        for (int i = 0; i < kChunkCols; ++i) largest = fmaxf(largest, fabsf(number(i)));
-        return largest;
-    }
-    __device__ WideCols times(float factor) const {
-        WideCols halves;
-#pragma unroll
-        for (int i = 0; i < kChunkCols; i += 2)
-            halves[i / 2] = ptx::pack_f16(number(i) * factor, number(i + 1) * factor);
-        return halves;
-    }
-};
-
-// bfloat16 has more exponents than float16. So each row is multiplied by a power of two that brings
-// its largest number to float16's largest exponent, and products by the inverse, the unit of the
-// row. Numbers small enough to lose bits are below what float32 sums lose anyway.
+// The units of a tile's rows, powers of two by which products with them are multiplied
+// (half_range.cuh).
 template <bool Scaled>
 struct QueryUnits {
     float units[kWgmmaM];
@@ -44,20 +21,22 @@ struct QueryUnits {
         // Panels: the first keys, which are on their way, take most registers.
         constexpr int kAtOnce = 3;
         const int col = threadIdx.x % kRowLanes * kChunkCols;
-        const auto cols = [&](int row, int panel) {
-            return reinterpret_cast<WideCols*>(q.at(row, panel * kPanelCols + col));
+        using Chunk = Pack<query_t, kChunkCols>;
+        const auto chunk = [&](int row, int panel) {
+            return reinterpret_cast<Chunk*>(q.at(row, panel * kPanelCols + col));
         };
 #pragma unroll 1
         for (int row = threadIdx.x / kRowLanes; row < kWgmmaM; row += kWarpgroup / kRowLanes) {
             float largest = 0;
 #pragma unroll kAtOnce
             for (int panel = 0; panel < QueryRows::kPanels; ++panel)
-                largest = fmaxf(largest, BfloatCols{*cols(row, panel)}.largest());
+                take_largest(largest, *chunk(row, panel));
             const PowerToHalf power(lanes_max<kRowLanes>(largest));
             if (threadIdx.x % kRowLanes == 0) units[row] = power.inverse;
 #pragma unroll kAtOnce
             for (int panel = 0; panel < QueryRows::kPanels; ++panel)
-                *cols(row, panel) = BfloatCols{*cols(row, panel)}.times(power.factor);
+                *reinterpret_cast<WideCols*>(chunk(row, panel)) =
+                    float16_pairs(*chunk(row, panel), power.factor);
         }
     }
 

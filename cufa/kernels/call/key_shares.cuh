@@ -25,14 +25,14 @@ struct KeyHeadsInLine {
 
 // The tiles of one sequence: how many there are, and the rounds of each that have keys.
 struct SequenceRounds {
-    int tiles, rounds;
+    int tiles, rounds_of_tile;
 };
 
 // The place of a round: the sequence, the number of its tile of rows, and the round in that tile,
 // negative if it has no keys.
 struct RoundPlace {
     int batch, tile, round;
-    SequenceRounds of;
+    SequenceRounds sequence;
 };
 
 // The line. Whole warps call these functions, all lanes with the same arguments.
@@ -46,19 +46,19 @@ struct RoundLine {
     // The place of a round, which must exist.
     __device__ RoundPlace at(int round) const {
         const auto [batch, number] = line().at(round);
-        const SequenceRounds of = of_sequence(batch);
-        const int of_tile = kWithoutKeys + of.rounds;
-        return {batch, number / of_tile, number % of_tile - kWithoutKeys, of};
+        const SequenceRounds sequence = of_sequence(batch);
+        const int of_tile = kWithoutKeys + sequence.rounds_of_tile;
+        return {batch, number / of_tile, number % of_tile - kWithoutKeys, sequence};
     }
 
     // The first round with keys of the tile after that of `place`, which must exist.
     __device__ RoundPlace next_tile(RoundPlace place) const {
         place.round = 0;
         ++place.tile;
-        while (place.tile == place.of.tiles) {
+        while (place.tile == place.sequence.tiles) {
             ++place.batch;
             place.tile = 0;
-            place.of = of_sequence(place.batch);
+            place.sequence = of_sequence(place.batch);
         }
         return place;
     }
@@ -77,8 +77,8 @@ struct RoundLine {
         const RoundLine& rounds;
 
         __device__ int operator()(int batch) const {
-            const SequenceRounds of = rounds.of_sequence(batch);
-            return of.tiles * (kWithoutKeys + of.rounds);
+            const SequenceRounds sequence = rounds.of_sequence(batch);
+            return sequence.tiles * (kWithoutKeys + sequence.rounds_of_tile);
         }
     };
     __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }

@@ -68,14 +68,14 @@ struct PartOfKeys {
     __device__ bool is_part() const { return parts > 1; }
     __device__ int result() const { return first_part + part; }
 };
-// What is in a block's share: tiles of keys [first, last]. Tiles of queries may see fewer.
+// What is in a block's share: tiles of keys [first_tile, end_tile). Tiles of queries may see fewer.
 struct ShareOfKeys : AllKeys {
     static constexpr int kIsAll = -1;
-    int first = 0, last = 0, number = kIsAll;
+    int first_tile = 0, end_tile = 0, number = kIsAll;
 
     __device__ void keep(int& begin, int& end) const {
-        end = min(end, last + 1);
-        begin = min(max(begin, first), end);
+        end = min(end, end_tile);
+        begin = min(max(begin, first_tile), end);
     }
     __device__ bool is_part() const { return number != kIsAll; }
     __device__ int result() const { return number; }

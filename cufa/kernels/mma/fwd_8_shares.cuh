@@ -8,7 +8,7 @@
 using Shares = KeyShares<RoundLine<RowsInLine<kBlockM>, kBlockN, kTeams>>;
 
 __device__ inline Work work_at(const ForwardParams& params, const RoundPlace& place) {
-    const int row_tiles = place.of.tiles / params.sizes.kv_heads;
+    const int row_tiles = place.sequence.tiles / params.sizes.kv_heads;
     return {Sequence(params, place.batch), place.tile / row_tiles, group_of(params.sizes),
             place.tile % row_tiles * kBlockM};
 }
@@ -32,7 +32,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
     RoundPlace place = shares.at(share.begin);
     for (int left = share.end - share.begin;; place = shares.next_tile(place)) {
         const Work work = work_at(params, place);
-        const int count = min(place.of.rounds - place.round, left);
+        const int count = min(place.sequence.rounds_of_tile - place.round, left);
         // Rows of a tile may see fewer keys than all rows of the sequence together.
         const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
             const Mask mask = work.sequence.mask(params.features);
@@ -42,7 +42,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
                     min(first + count * kTeams, ceil_div(keys.end, kBlockN))};
         };
         attend(work, range_of, [&](int row, MergedRow merged) {
-            if (count == place.of.rounds) {
+            if (count == place.sequence.rounds_of_tile) {
                 write_row(merged, params, work.sequence, work.head(row), work.query(row));
             } else {
                 merged.store((place.round == 0 ? parts.begins : parts.ends)[row]);
@@ -62,7 +62,7 @@ __device__ inline void merge_share(const ForwardParams& params) {
     if (share.begin == share.end) return;
     const RoundPlace last = shares.at(share.end - 1);
     const int first_round = share.end - 1 - last.round;
-    const int end_round = first_round + last.of.rounds;
+    const int end_round = first_round + last.sequence.rounds_of_tile;
     if (first_round < share.begin || end_round == share.end) return;
 
     const Work work = work_at(params, last);

@@ -13,7 +13,7 @@
 // Parts by number: for each warpgroup its columns of V, then the columns that are not of V.
 constexpr bool kInParts = kValuesInKeys && !kWidensKeys && kHeadDim >= kValueCols;
 constexpr int kKeysAlone = kInParts ? kDepth - kValueCols : 0;
-constexpr int kKeyParts = kInParts ? kColumnWarpgroups + (kKeysAlone > 0) : 1;
+constexpr int kColumnParts = kInParts ? kColumnWarpgroups + (kKeysAlone > 0) : 1;
 static_assert(!kInParts || kColumnWarpgroups == 2, "a tile has two parts of V");
 
 // The first of a part's Cols columns, in a tile of Q or of K.
@@ -51,7 +51,7 @@ template <>
 struct KeyRingOf<1> {
     using type = TileRing;
 };
-using KeyRing = KeyRingOf<kKeyParts>::type;
+using KeyRing = KeyRingOf<kColumnParts>::type;
 
 // The ring of the columns of V that a warpgroup multiplies.
 template <class Smem>

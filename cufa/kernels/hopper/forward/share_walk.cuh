@@ -54,11 +54,11 @@ class ShareWalk {
             if (batch < 0) leave_to_merge({Work::none(), 0, 0});  // there was no key in the share
             return Work::none();
         }
-        const int rounds = Line{call}.of_sequence(batch).rounds;
+        const int rounds = Line{call}.of_sequence(batch).rounds_of_tile;
         const int count = min(rounds - round, left.end - left.begin);
         Work work = tile();
-        work.first = round;
-        work.last = round + count - 1;
+        work.first_tile = round;
+        work.end_tile = round + count;
         if (count < rounds) work.number = result_of_block(blockIdx.x, round == 0);
         if (left.end - left.begin - count <= Line::kWithoutKeys)
             leave_to_merge(round + count < rounds ? to_merge(work, rounds)

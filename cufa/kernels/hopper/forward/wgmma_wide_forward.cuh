@@ -85,6 +85,8 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         const auto cut = [&](int tile) { return !keys.is_whole(tile); };
         int tile = keys.end - 1 - warpgroup;  // one's own
         if (warpgroup == 1 && !keys.none()) k_at.advance();
+        // The second warpgroup begins with the output of the first's first tile, unless it issues
+        // scores of its own before.
         const bool only_others = tile + 1 == keys.begin;
         if (warpgroup == 1 && (kScoresFirst ? only_others : tile + 1 >= keys.begin))
             finish_others(o, softmax, work, tile + 1, cut(tile + 1));
@@ -123,16 +125,17 @@ struct WideConsumer : ForwardScores<Self, Smem> {
                            bool cut, bool other_cut) {
         Scores s;
         float shrink[2];
+        // Scores are as many products as keys have parts, issued after that for the output.
         if constexpr (kScoresFirst) {
             issue_scores(s);
-            wait_output<kKeyParts>(o);
+            wait_output<kColumnParts>(o);
             add_others(o, softmax, work, tile + 1, other_cut);
             wait_scores<1>(s);
         } else {
             wait_output<0>(o);
             add_others(o, softmax, work, tile + 1, other_cut);
             issue_scores(s);
-            wait_output<kKeyParts>(o);
+            wait_output<kColumnParts>(o);
             wait_scores<0>(s);
         }
         const bool raised = weigh(p, softmax, s, shrink, work, tile, cut);

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "gradients/score_gradients.cuh"
-#include "hopper/float32/backward_tiles.cuh"
+#include "hopper/float32/backward_walks.cuh"
 #include "softmax/exp2_table.cuh"
 
 constexpr int kExactThreads = EXACT_THREADS;

@@ -1,7 +1,7 @@
 // The shared memory of bwd_6_float32, in which each warpgroup has tiles of queries of its own.
 #pragma once
 
-#include "hopper/float32/backward_tiles.cuh"
+#include "hopper/float32/backward_walks.cuh"
 
 // Warpgroups that compute. They alternate between tiles of queries.
 constexpr int kConsumers = 2;

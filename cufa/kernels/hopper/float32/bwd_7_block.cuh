@@ -1,6 +1,7 @@
 // The shared memory of bwd_7_float32_wide, whose warpgroups share tiles of queries.
 #pragma once
 
+#include "hopper/float32/backward_walks.cuh"
 #include "hopper/float32/key_scores.cuh"
 
 constexpr int kConsumers = 2;

@@ -244,19 +244,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         softmax.weigh(s, tile_scale(), sums);
 
         if constexpr (Self::kRoundsFirst) {
-            // One branch for all rare cases, after everything else: without a branch in between,
-            // the compiler rounds some weights while others are still being exponentiated.
-            const bool nan = self().template wait_values<0>(o);
-            self().round(p, s);
-            const bool rare = nan || (kLate && !softmax.fit(sums));
-            if (__builtin_expect(__any_sync(0xffffffffu, rare), false)) {
-                if (__any_sync(0xffffffffu, nan)) self().add_nan(o, work, tile + 1);
-                if (kLate && softmax.any_too_large(sums)) {
-                    raise_late(s, softmax, sums, shrink, work, tile);
-                    self().round(p, s);
-                    raised = true;
-                }
-            }
+            raised |= round_first<kLate>(o, softmax, p, s, sums, shrink, work, tile);
         } else {
             if constexpr (!kWaitsOnce) self().template wait_output<0>(o, work, tile + 1);
             if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
@@ -269,6 +257,25 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         if (!Self::kRoundsFirst) self().round(p, s);
         if constexpr (kDropout) kept.drop(p);
         if (Masked && cut) self().take_out_nonfinite(o, work, tile);
+    }
+
+    // Rounds weights, and waits for the output of the tile before. Returns whether it then raised
+    // maxima; Late, it may have to. One branch for all rare cases, after everything else: without a
+    // branch in between, the compiler rounds some weights while others are still being
+    // exponentiated.
+    template <bool Late>
+    __device__ bool round_first(Output& o, RowPair& softmax, Weights& p, Scores& s,
+                                float (&sums)[2], float (&shrink)[2], const WorkTile& work,
+                                int tile) {
+        const bool nan = self().template wait_values<0>(o);
+        self().round(p, s);
+        const bool rare = nan || (Late && !softmax.fit(sums));
+        if (__builtin_expect(!__any_sync(0xffffffffu, rare), true)) return false;
+        if (__any_sync(0xffffffffu, nan)) self().add_nan(o, work, tile + 1);
+        if (!Late || !softmax.any_too_large(sums)) return false;
+        raise_late(s, softmax, sums, shrink, work, tile);
+        self().round(p, s);
+        return true;
     }
 
     // Raises the maxima after weights have turned out too large.

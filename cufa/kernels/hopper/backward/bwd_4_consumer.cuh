@@ -18,7 +18,7 @@ using Weights = WgmmaOperand<kBlockM>;
 
 using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
-struct Consumer : KeyGradients {
+struct Consumer : GradientHandout {
     const Turns turns;
     KeySoftmax<kBlockM> softmax;
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
@@ -36,7 +36,7 @@ struct Consumer : KeyGradients {
     PendingSums<2, false> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : KeyGradients{smem, params, warpgroup}, turns(warpgroup) {}
+        : GradientHandout{smem, params, warpgroup}, turns(warpgroup) {}
 
     // Begins the next tile of keys, if there is one.
     __device__ bool receive() {

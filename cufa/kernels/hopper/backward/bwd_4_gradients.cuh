@@ -7,7 +7,7 @@
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
-struct KeyGradients {
+struct GradientHandout {
     Smem& smem;
     const Params& params;
     const int warpgroup;

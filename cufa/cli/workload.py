@@ -99,8 +99,7 @@ class Workload:
     def plan(self, direction: Direction, rung: Rung) -> cufa.Plan:
         """The Plan that the call uses on a GPU."""
         options = self._options(rung)
-        for name in ("softmax_scale", "seed", "backend"):
-            options.pop(name, None)
+        del options["backend"]
         if direction == "backward":
             options |= {"backward": True, "gradients": self.gradients[3:]} | self._backward_options()
         with library_errors():

@@ -343,6 +343,11 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--kernel", "bwd_1_naive"), "'--kernel': bwd_1_naive is a backward kernel"),
         (("--backward-kernel", "fwd_4"), "'--backward-kernel': fwd_4_flash_v2 is a forward kernel"),
         (("--explain", "--arch", "sm_80", "--tile", "block_q=4"), "tiles has block_q"),
+        (("--explain", "--arch", "sm_80", "--softmax-scale", "1e39"), "--softmax-scale is 1e+39; for"),
+        (
+            ("--explain", "--arch", "sm_80", "--dropout", ".1", "--dropout-seed", 2**64),
+            "--dropout-seed is 18446744073709551616; it must be",
+        ),
         (("--layout", "sbhd"), "'sbhd' is not one of"),
         (("--out", "result.txt"), "must end with .npy or .npz"),
         (("--out", "nowhere/result.npy"), "there is no folder nowhere"),

@@ -29,8 +29,7 @@ __device__ inline int result_of_block(int block, bool begins) {
 // As many keys as a block could process in the time that a tile of queries takes beside its keys.
 constexpr int kTileInKeys = 192;
 
-// Whole warps call these functions. Between tiles, a producer has few registers for a place. A
-// template over `Work`, because tiles may have no shares.
+// Whole warps call these functions. A template over `Work`, because tiles may have no shares.
 template <int BlockM, int BlockN, class Work = WorkTile>
 class ShareWalk {
     using Line = RoundLine<KeyHeadsInLine, BlockN, 1, kTileInKeys / BlockN>;
@@ -41,29 +40,30 @@ class ShareWalk {
         left = all.share(blockIdx.x % shares());
         if (left.begin == left.end) return;
         const RoundPlace first = all.at(left.begin);
-        round = max(first.round, 0);
-        skip(round - first.round);
+        const int without_keys = max(-first.round, 0);
+        skip(without_keys);
         if (left.begin == left.end) return;
-        batch = first.batch;
-        kv_head = first.tile;
+        place = first;
+        place.round += without_keys;
     }
 
     // The tiles of the share come one after the other, whatever the index.
     __device__ Work at(unsigned int) {
         if (left.begin == left.end) {
-            if (batch < 0) leave_to_merge({Work::none(), 0, 0});  // there was no key in the share
+            if (place.batch < 0)
+                leave_to_merge({Work::none(), 0, 0});  // there was no key in the share
             return Work::none();
         }
-        const int rounds = Line{call}.of_sequence(batch).rounds_of_tile;
+        const int round = place.round, rounds = place.sequence.rounds_of_tile;
         const int count = min(rounds - round, left.end - left.begin);
         Work work = tile();
         work.first_tile = round;
         work.end_tile = round + count;
         if (count < rounds) work.number = result_of_block(blockIdx.x, round == 0);
         if (left.end - left.begin - count <= Line::kWithoutKeys)
-            leave_to_merge(round + count < rounds ? to_merge(work, rounds)
-                                                  : TileToMerge{work, 0, 0});
-        advance(count);
+            leave_to_merge(round + count < rounds ? to_merge(work) : TileToMerge{work, 0, 0});
+        skip(count + Line::kWithoutKeys);
+        if (left.begin < left.end) place = Line{call}.next_tile(place);
         return work;
     }
 
@@ -74,14 +74,15 @@ class ShareWalk {
     // The block's tile of those that begin side by side.
     __device__ Work tile() const {
         const int number = blockIdx.x / shares(), head = number / row_tiles();
-        return {Sequence(call, batch), kv_head * group_of(call.sizes) + head, kv_head,
+        const int kv_head = place.tile;
+        return {Sequence(call, place.batch), kv_head * group_of(call.sizes) + head, kv_head,
                 number % row_tiles() * BlockM};
     }
 
-    __device__ TileToMerge to_merge(const Work& last, int rounds) const {
+    __device__ TileToMerge to_merge(const Work& last) const {
         const KeyShares<Line> all(call, shares());
-        const int begin = left.begin - round, first = all.share_of(begin);
-        const int parts = all.share_of(begin + rounds - 1) - first + 1;
+        const int begin = left.begin - place.round, first = all.share_of(begin);
+        const int parts = all.share_of(begin + place.sequence.rounds_of_tile - 1) - first + 1;
         return {last, parts, all.share_of(left.begin) - first};
     }
 
@@ -91,17 +92,7 @@ class ShareWalk {
 
     __device__ void skip(int rounds) { left.begin = min(left.begin + rounds, left.end); }
 
-    __device__ void advance(int count) {
-        skip(count + Line::kWithoutKeys);
-        round = 0;
-        ++kv_head;
-        if (kv_head == call.sizes.kv_heads) {
-            ++batch;
-            kv_head = 0;
-        }
-    }
-
     const ForwardParams& call;
     KeyShare left;
-    int batch = -1, kv_head, round;  // where it begins
+    RoundPlace place{-1};  // where it begins
 };

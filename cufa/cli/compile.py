@@ -392,9 +392,9 @@ def _print(compiled: list[Compiled]) -> None:
             remarks += _remarks(each)
         output.print_table(table)
         for line in tiles:
-            console.print(line)
+            output.print_prose(line)
         for remark in remarks:
-            console.print(f"- {remark}", style="yellow")
+            output.print_prose(f"- {remark}", "  ", "yellow")
         console.print("")
 
 

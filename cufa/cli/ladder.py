@@ -398,7 +398,7 @@ def _print(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -
         output.print_table(table)
         console.print("")
     for note in notes:
-        console.print(f"- {note}")
+        output.print_prose(f"- {note}", "  ")
     for row in rows:
         for each in row.check.comparisons if row.check else ():
             if not each.ok:

@@ -188,11 +188,12 @@ def print_plan(plan: Plan) -> None:
     print_prose(str(plan), _PLAN_INDENT)
 
 
-def print_prose(text: str, indent: str = "") -> None:
+def print_prose(text: str, indent: str = "", style: str = "") -> None:
     """Print lines on stdout, each wrapped to the width of the terminal, with later lines indented."""
     console = stdout()
     for line in text.splitlines():
-        console.print(textwrap.fill(line, console.width, subsequent_indent=indent), soft_wrap=True)
+        wrapped = textwrap.fill(line, console.width, subsequent_indent=indent)
+        console.print(wrapped, style=style, soft_wrap=True)
 
 
 def key_values() -> Table:

@@ -387,7 +387,7 @@ def _report(
     output.print_table(table)
     for step in steps:
         if step.plan is not None:
-            console.print(f"{step.kernel}: {_plan_summary(step.plan)}")
+            output.print_prose(f"{step.kernel}: {_plan_summary(step.plan)}")
     if verdict is not None:
         _report_check(verdict)
     if destination is not None:
@@ -415,7 +415,7 @@ def _report_check(verdict: check.Check) -> None:
         table.add_row(each.what, f"{each.error:.2e}", f"{each.allowed:.2e}", passed)
     console.print("")
     output.print_table(table)
-    console.print(f"\nchecked against float64: {verdict.coverage}")
+    output.print_prose(f"\nchecked against float64: {verdict.coverage}")
     console.print("PASS" if verdict.ok else "FAIL", style="bold green" if verdict.ok else "bold red")
     for each in verdict.comparisons:
         if not each.ok:

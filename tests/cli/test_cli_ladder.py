@@ -22,6 +22,7 @@ def test_ladder_without_a_gpu_has_the_rows_of_the_cpu_alone():
         assert row["check"]["ok"]
     shown = run(*arguments, "--direction", "backward")
     assert max(map(len, shown.stdout.splitlines())) <= WIDTH
+    assert not any(line.endswith(" ") for line in shown.stdout.splitlines())
     assert "CPU, 1 thread" in shown.stdout
     assert "forward" not in shown.stdout
 

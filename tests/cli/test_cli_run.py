@@ -24,6 +24,14 @@ def test_run_without_arguments_passes_and_reports():
         assert word in report
 
 
+def test_what_is_wrapped_has_no_spaces_at_the_ends_of_lines(monkeypatch):
+    monkeypatch.setattr(check, "MAX_SCORES", 1000)
+    lines = run("run", *SMALL, "--bias", "random").stdout.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert "a random sample" in " ".join(lines)
+    assert not any(line.endswith(" ") for line in lines)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_run_of_generated_problems(dtype):
     document = run_json(

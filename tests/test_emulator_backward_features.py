@@ -19,6 +19,8 @@ TILES = {
     "bwd_2_flash_v2": {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8},
     "bwd_3_mma": {"block_m": 16, "block_n": 32, "threads": 64, "stages": 2, "split": 1},
 }
+# All keys of a head in a tile, where others hold some.
+WHOLE_HEADS = {"block_m": 16, "block_n": 64, "threads": 128, "stages": 2, "split": 1}
 ONE_STAGE = {"block_m": 16, "block_n": 32, "threads": 64, "stages": 1, "split": 1}
 SHARED_ROWS = {"block_m": 32, "block_n": 32, "threads": 128, "stages": 1, "split": 2}
 EIGHT_COLUMNS = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 1, "split": 4}
@@ -70,9 +72,40 @@ def run(kernel, case, **options):
     ids=lambda value: cases.feature_id(value) if isinstance(value, frozenset) else value,
 )
 def test_features(rng, kernel, dtype, features):
-    """Both kernels read what features bring by the same code: one of them with all accesses checked."""
+    """Both kernels read what features bring by the same code: one of them with all accesses checked.
+
+    For few keys `bwd_3_mma` is another variant, which `test_whole_heads` has.
+    """
     for case in cases.draw_lengths(rng, dtype, features, **cases.SIZES):
-        check(kernel, case, checked=kernel == "bwd_3_mma")
+        if kernel != "bwd_3_mma" or case.problem.k.shape[-3] > TILES[kernel]["block_n"]:
+            check(kernel, case, checked=kernel == "bwd_3_mma")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features"),
+    [
+        (DTYPES[i % len(DTYPES)], features - {"mask", "mask_bits"})
+        for i, features in enumerate(cases.pairwise())
+    ],
+    ids=lambda value: cases.feature_id(value) if isinstance(value, frozenset) else value,
+)
+def test_whole_heads(rng, dtype, features):
+    packed = {"max_seqlen_k": 53} if "packed" in features else {}
+    for case in cases.draw_lengths(rng, dtype, features, **cases.SIZES):
+        check("bwd_3_mma", case, tiles=WHOLE_HEADS, **packed)
+
+
+@pytest.mark.parametrize(("dtype", "features"), [("float16", ()), ("float32", ("deterministic", "dsink"))])
+def test_packed_sequences_have_more_keys_than_the_call_says(rng, dtype, features):
+    case = cases.draw_case(rng, dtype, ["packed", "sink", *features], seqlen_q=1, seqlen_k=1, **cases.SIZES)
+    lengths = cases.packed_case(rng, dtype, 5, [40, 0, 70, 3], [33, 20, 0, 90], **cases.SIZES)
+    case = replace(
+        lengths,
+        arrays=lengths.arrays | {"sink": case.arrays["sink"]},
+        gradients=case.gradients,
+        deterministic=case.deterministic,
+    )
+    check("bwd_3_mma", case, tiles=ONE_STAGE, max_seqlen_k=32)
 
 
 @pytest.mark.parametrize("window", cases.WINDOW_EDGES)

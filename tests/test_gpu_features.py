@@ -13,7 +13,7 @@ from feature_cases import (
     sets_of,
 )
 from gpu_calls import check_forward, on_gpu, results_of, skip_unless_it_runs_here, tensors
-from tolerance import assert_attention, assert_gradients
+from tolerance import DTYPES, assert_attention, assert_gradients
 
 import cufa
 from cufa.kernels import KERNELS
@@ -132,8 +132,10 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
 
 
 @pytest.mark.parametrize(("longest", "told"), [(64, 64), (128, 128), (300, 20)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed_sequences_of_few_keys(cupy, rng, head_dim, longest, told):
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"), [*((None, dim) for dim in (64, 128, 256)), ("bwd_3_mma", 40), ("bwd_3_mma", 64)]
+)
+def test_packed_sequences_of_few_keys(cupy, rng, kernel, head_dim, longest, told):
     """As few as the call says, which the plan relies on for speed, or more."""
     rows, keys = rng.integers(0, longest + 1, (2, 200)).tolist()
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim}
@@ -143,7 +145,7 @@ def test_packed_sequences_of_few_keys(cupy, rng, head_dim, longest, told):
     out, lse = cufa.attention(q, k, v, **options, return_lse=True)
     gradients = [cupy.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    cufa.attention_backward(dout, q, k, v, out, lse, **options, **named, max_seqlen_k=told)
+    cufa.attention_backward(dout, q, k, v, out, lse, **options, **named, max_seqlen_k=told, kernel=kernel)
     gradients = tuple(x.get() for x in gradients)
     for gradient, starts in zip(gradients, ("q", "k", "k"), strict=True):
         begin, end = case.arrays[f"cu_seqlens_{starts}"][[0, -1]]
@@ -152,6 +154,39 @@ def test_packed_sequences_of_few_keys(cupy, rng, head_dim, longest, told):
         gradient[outside] = 0
     with np.errstate(invalid="ignore"):
         assert_gradients(gradients, case.problem, **case.backward)
+
+
+@pytest.mark.parametrize(
+    "features", [(), ("causal", "sink", "dsink"), ("window", "dbias", "seqused_k", "dlse")]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_sequences_have_the_same_bits_in_every_run(cupy, rng, dtype, features):
+    """A block has all keys of a KV head. What no row sees is NaN."""
+    for seqlen_q, seqlen_k, dims in [
+        (64, 64, (64, 64)),
+        (49, 49, (32, 32)),
+        (200, 33, (64, 40)),
+        (9, 16, (128, 128)),
+        (70, 1, (40, 33)),
+    ]:
+        sizes = {"batch": 20, "head_dim": dims[0], "head_dim_v": dims[1]}
+        case = draw_case(rng, dtype, set(features), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes)
+        hide_nan(case)
+        q, k, v, dout = tensors(cupy, case)
+        forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+        out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+        runs = [
+            cufa.attention_backward(
+                dout, q, k, v, out, lse, **backward, kernel="bwd_3_mma", deterministic="dbias" in features
+            )
+            for _ in range(3)
+        ]
+        gradients, *others = ([x.get() for x in run] for run in runs)
+        for other in others:
+            for a, b in zip(gradients, other, strict=True):
+                np.testing.assert_array_equal(a, b)
+        with np.errstate(invalid="ignore"):
+            assert_gradients(tuple(gradients), case.problem, **case.backward)
 
 
 @pytest.mark.parametrize("features", [("causal", "packed", "seqused_k"), ("mask", "dbias", "dropout")])

@@ -343,6 +343,8 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
         rounded = range(-(-problem.seqlen_q // 16))
     parts = range(tiles.get("parts", 1))
     adding_parts = {"round_keys": warps_for(batch, kv_heads, keys)} if len(parts) > 1 else {}
+    if plan.kernel == "bwd_3_mma" and tiles["split"] == 1 and problem.seqlen_k <= tiles["block_n"]:
+        return {"key_tiles": len(list(itertools.product(batch, kv_heads, parts))), **adding_parts}
     return {
         "row_sums": warps_for(batch, heads, summed),
         "key_tiles": tiles_of((batch, kv_heads, parts), keys, tiles["block_n"]),

@@ -74,7 +74,7 @@ def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=819
         (shared_by(8, 1, causal=False, head_dim=256), 1),
         (shared_by(8, 1, head_dim=256), 2),
         (shared_by(8, 1, head_dim=64, softcap=True), 4),
-        (shared_by(8, 4, seqlen=64), 1),
+        (shared_by(8, 4, seqlen=100), 1),
         (shared_by(32, 1, window=(100, 0)), 2),
     ],
     ids=str,
@@ -456,7 +456,7 @@ def windowed(head_dim, window, *, batch=80, **sizes):
         (windowed(256, (100, 20)), "kAsTheyCome"),
         (windowed(128, (2046, 0), seqlen=8192), "kAsTheyCome"),
         # One tile of keys.
-        (problem(128, seqlen=64), "kAlone"),
+        (problem(128, seqlen=100), "kAlone"),
         (problem(256, seqlen=64), "kAlone"),
     ],
 )
@@ -565,7 +565,7 @@ def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
 @pytest.mark.parametrize(
     ("dims", "seqlen", "rounded"),
     [
-        *[((64, 64), 256, True), ((96, 96), 64, True), ((128, 128), 128, True)],
+        *[((64, 64), 256, True), ((96, 96), 100, True), ((128, 128), 128, True)],
         *[((256, 256), 64, True), ((256, 256), 128, True), ((64, 256), 65, False)],
     ],
 )
@@ -710,8 +710,22 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
 
 
 @pytest.mark.parametrize(
-    ("batch", "seqlen", "kernel"), [(1024, 32, "bwd_3_mma"), (1024, 33, NARROW), (4, 32, NARROW)]
+    ("call", "kernel"),
+    [
+        (problem(64, batch=1, seqlen=64), "bwd_3_mma"),
+        (problem(64, batch=1024, seqlen=65), NARROW),
+        (replace(problem(64, batch=1, seqlen=64), seqlen_q=65), NARROW),
+        (problem(136, batch=1024, seqlen=64), WIDE),
+        *[
+            (
+                replace(problem(64, batch=batch, seqlen=seqlen), features=Features(mask=(1, 1, 1, seqlen))),
+                kernel,
+            )
+            for batch, seqlen, kernel in [(1024, 32, "bwd_3_mma"), (1024, 33, NARROW), (4, 32, NARROW)]
+        ],
+    ],
+    ids=str,
 )
-def test_many_short_sequences_go_to_small_blocks(batch, seqlen, kernel):
-    call = problem(64, batch=batch, seqlen=seqlen)
+def test_short_sequences_go_to_small_blocks(call, kernel):
+    """Under a mask, where these do not have all keys of a head, only many sequences."""
     assert best_kernel(call, H200).name == kernel

@@ -27,6 +27,9 @@ _LEAST_ROWS, _COLUMN_STEP, _OTHER_BYTES = 32, 64, 3072
 # and up to how many head dims, for blocks that are small to be faster backward than one that is large.
 # Measured on an H200.
 _SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
+# Up to how many queries and keys sequences of such head dims are so short that blocks by mma.sync, which have
+# all keys of a KV head, are faster than the Hopper backward. Measured on an H200.
+_WHOLE = 64
 # The same of one in halves: up to how many queries and keys, or in tf32 queries, sequences are short; and the
 # keys of a block.
 _SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
@@ -246,18 +249,24 @@ class HopperBackward(HopperKernel):
         return reason
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for many short
-        sequences.
+        """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for short
+        sequences, of which under a mask there must be many.
         """
         if problem.features.bias_dtype == "float32":
             return f"{self.name} is slower than the mma.sync rungs with a bias in float32"
         sequences = problem.packed_sequences
-        longest = ceil_div(max(problem.seqlen_q, problem.seqlen_k), sequences)
+        queries, keys = (ceil_div(size, sequences) for size in (problem.seqlen_q, problem.seqlen_k))
         many = problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
-        if longest <= _SHORT and many and max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM:
+        narrow = max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM
+        if narrow and many and max(queries, keys) <= _SHORT:
             return (
                 f"{self.name} is slower than the mma.sync rungs for many sequences of at most {_SHORT} "
                 f"queries and keys"
+            )
+        if narrow and not problem.features.key_mask and max(queries, problem.longest_keys) <= _WHOLE:
+            return (
+                f"{self.name} is slower than the mma.sync rungs for sequences of at most {_WHOLE} queries "
+                "and keys"
             )
         return super().unsuited(problem, device)
 

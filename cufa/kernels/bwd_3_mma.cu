@@ -8,34 +8,37 @@
 // another warp, and owns a part of the head dims of dK and dV.
 // Where every run must give the same bits, blocks that own queries compute dQ, with the parts of
 // keys and queries exchanged. Where barriers can be waited at for parts of a block's work
-// (HANDS_OVER), warps hand over Q, dO and dS through them, and none waits for the slowest.
+// (HANDS_OVER), warps hand over Q, dO and dS through them, and none waits for the slowest. Where
+// sequences have no more keys than a tile (WHOLE_HEADS), a block has all keys of a KV head and dQ
+// to itself: it finds LSE and D, too, and rounds dQ at once.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; row_sums (LSE and D; sets the
 // sums in the workspace to zero), key_tiles, round_keys if the heads are in parts, round_queries
-// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted.
+// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted. Without
+// row_sums, unless these need it, round_queries and query_tiles if blocks have whole heads.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
 //          them, or BLOCK_N queries of one head; warp: kTiles 16-row tiles of them
-// Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T; or Q, dO, STAGES K
-//          and V tiles and dS
+// Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T, with whole heads O;
+//          or Q, dO, STAGES K and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
-//          up), unless deterministic; sums of dK and dV (batch, seqlen_k, kv_heads, PARTS, dims in
-//          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a mask or a
-//          mask_mod, what it shows of each tile of scores; sums of the gradients of score_mod's
-//          arrays, if wanted
+//          up), unless deterministic or heads are whole and not packed; sums of dK and dV (batch,
+//          seqlen_k, kv_heads, PARTS, dims in eights), if there are parts; LSE and D (batch, heads,
+//          seqlen_q, 2); with a mask or a mask_mod, what it shows of each tile of scores; sums of
+//          the gradients of score_mod's arrays, if wanted
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
 #include "gradients/sink_gradient.cuh"
-#include "mma/bwd_3_keys.cuh"
+#include "mma/bwd_3_heads.cuh"
 #include "mma/bwd_3_queries.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     row_sums(const __grid_constant__ BackwardParams params) {
     const Workspace workspace(params);
-    write_row_stats<kThreads>(params, workspace.stats);
+    if constexpr (kKeepsStats) write_row_stats<kThreads>(params, workspace.stats);
     const long long row = warp_of_grid<kThreads>();
-    if (!kDeterministic && row < DqSums::rows(params.sizes)) {
+    if (kSharesQueries && row < DqSums::rows(params.sizes)) {
         DqSums::clear_row(workspace.dq, row);
     }
     if constexpr (kArrayGradients)
@@ -59,60 +62,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     key_tiles(const __grid_constant__ BackwardParams params) {
     KeySmem& smem = shared_memory<Smem>().keys;
-    const Place place;
     const KeyTile own = keys_of_block(params);
-    const Sequence& sequence = own.sequence;
-    const int kv_head = own.kv_head, first_key = own.first_key;
-    const int keys_end = end_of_keys(params, sequence);
-    if (kPacked && first_key >= keys_end) return;  // the sequence does not have this tile
+    if (kPacked && !kWholeHeads && own.first_key >= end_of_keys(params, own.sequence))
+        return;  // the sequence does not have this tile
 
-    clear_padding<kThreads, kHeadDim>(smem.k);
-    clear_padding<kThreads, kValueDim>(smem.v);
-    for (int stage = 0; stage < kStages; ++stage) {
-        clear_padding<kThreads, kHeadDim>(smem.q[stage]);
-        clear_padding<kThreads, kValueDim>(smem.dout[stage]);
-    }
-    copy_tile_anew<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
-                             sequence.seqlen_k);
-    copy_tile_anew<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
-                              sequence.seqlen_k);
-    smem.init();
-
-    KeyGradients gradients = {};
-    const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
-    if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
-    int number = 0;
-    for (int h = 0; h < heads_of_part(params.sizes); ++h) {
-        const QueryHead head = query_head_of_block(params, h);
-        const auto next_seen = [&](int row) {
-            return head.seen.next_row(row, tiles.end, first_key);
-        };
-        const auto attend = [&](const QueriesAt& at) {
-            gradients.attend(smem, head, place, at, first_key,
-                             tiles.masked(at.first, head.seen.cuts(at.first, first_key)));
-        };
-        if constexpr (kHandsOver) {
-            walk_in_turn(
-                tiles.begin, tiles.end, number, next_seen,
-                [&](int number, int row) { head.hand_on(smem, number, row); },
-                [&](int number, int row, int step) {
-                    attend({number % kStages, row, step, tiles.end, number});
-                });
-        } else {
-            walk<kEarlyCopies>(
-                tiles.begin, tiles.end, next_seen,
-                [&](int stage, int row) { head.start_copy(smem, stage, row); },
-                [&](int stage, int row, int step) { attend({stage, row, step, tiles.end}); });
-        }
-    }
-    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
-    ptx::wait_copies();
-    __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
-    const KeyTile done = keys_of_block(params, ptx::anew(blockIdx.x));
-    if constexpr (kParts > 1) {
-        gradients.write_part(Workspace(params).key_sums, params, done);
+    clear_padding_of(smem);
+    if constexpr (kWholeHeads) {
+        attend_whole_heads(smem, params, own);
     } else {
-        gradients.write(smem, params, done);
+        attend_keys(smem, params, own);
     }
 }
 
@@ -123,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     query_tiles(const __grid_constant__ BackwardParams params) {
-    if constexpr (kDeterministic) {
+    if constexpr (kOwnsQueries) {
         QuerySmem& smem = shared_memory<Smem>().queries;
         const Place place;
         const QueryTile own = query_tile_of_block<kBlockN>(params);
@@ -168,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // Each warp has 16 rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
     round_queries(const __grid_constant__ BackwardParams params) {
-    if constexpr (!kDeterministic) {
+    if constexpr (kSharesQueries) {
         const Sizes& sizes = params.sizes;
         const int strips = row_tiles<kMmaM>(sizes.batch, sizes.seqlen_q);
         const long long index = warp_of_grid<kThreads>();

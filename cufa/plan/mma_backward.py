@@ -91,6 +91,11 @@ class BackwardTiles:
         """Head dims, padded so that each of this many warps has whole fragments."""
         return round_up(dims, MMA_K * parts)
 
+    def sums(self, problem: Problem) -> int:
+        """What a lane has of a warp's dK, dV, S and dP."""
+        part = (self.head(problem) + self.value(problem)) // self.split
+        return self.keys * (part + 2 * self.queries) // WARP_SIZE
+
     def head(self, problem: Problem) -> int:
         """Columns of the tiles of Q and K."""
         return self.padded(problem.head_dim, max(self.split, self.query_parts))
@@ -180,6 +185,30 @@ WIDE_BACKWARD_TILES = {
     8: (BackwardTiles(32, 16, 128, 1, 4),),
 }
 
+# The tiles with which a block has all keys of a KV head: those of the fewest keys that are enough. By the
+# element size.
+WHOLE_TILES = {
+    2: (
+        BackwardTiles(16, 16, 32, 1, 1),
+        BackwardTiles(32, 32, 64, 1, 1),
+        BackwardTiles(32, 64, 128, 2, 1),
+        BackwardTiles(32, 64, 128, 1, 1),
+        BackwardTiles(32, 128, 256, 2, 1),
+    ),
+    4: (
+        BackwardTiles(16, 16, 32, 1, 1),
+        BackwardTiles(16, 32, 64, 1, 1),
+        BackwardTiles(32, 64, 128, 1, 1),
+        BackwardTiles(16, 64, 128, 1, 1),
+    ),
+    8: (
+        BackwardTiles(16, 16, 32, 1, 1),
+        BackwardTiles(16, 32, 64, 1, 1),
+        BackwardTiles(16, 64, 128, 1, 1),
+    ),
+}
+# No tiles have more keys.
+MOST_WHOLE_KEYS = 128
 
 # Two tiles of queries, which warps hand on instead of meeting; the first choice if they can.
 HANDED_ON_TILES = BackwardTiles(32, 128, 256, 2, 1)
@@ -195,12 +224,25 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
     return apart and hands_over_keys(problem, device)
 
 
+def takes_whole_heads(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
+    """Whether a block has all keys of a KV head, so that it has dQ of the head's queries to itself.
+
+    It then finds LSE and D of the queries, too. A mask would leave tiles of queries out.
+    """
+    fit = problem.longest_keys <= tiles.block_n and not problem.features.key_mask
+    return fit and tiles.split == 1 and not hands_over_queries(problem, device, tiles)
+
+
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_3_mma`: a warp for each row, then a block for each tile of keys, then a warp for 16 rows.
 
-    If deterministic, the last launch has a block for each tile of queries instead.
+    If deterministic, the last launch has a block for each tile of queries instead. If sequences have no more
+    keys than a tile, all is done by a block for each KV head.
     """
-    chosen = _backward_candidates(problem.kind, device).choose(problem, tiles)
+    keys = min(problem.longest_keys, MOST_WHOLE_KEYS + 1)
+    chosen = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles)).choose(
+        problem, tiles
+    )
     if "parts" not in tiles:
         parts, _ = best_parts(problem, chosen.tiles, device.sm_count * chosen.blocks_per_sm)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
@@ -208,22 +250,26 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     check_parts(problem, sizes, sizes.parts)
     rows = lse_shape(problem)
     padded_rows = _padded_rows(problem, sizes.block_m)
-    key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
+    whole = takes_whole_heads(problem, device, sizes)
+    some_heads = problem.batch * min(1, problem.seqlen_q + problem.seqlen_k)
+    key_tiles = some_heads if whole else row_tiles(problem, problem.seqlen_k, sizes.block_n)
     # Blocks that own queries own as many as the others own keys.
     query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
     strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
-    deterministic = problem.features.deterministic
+    owns_queries = problem.features.deterministic and not whole
+    shares_queries = not whole and not owns_queries
+    sums_queries = shares_queries or (whole and problem.features.packed)
+    keeps_stats = not whole or problem.features.sink
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
-    if deterministic:
+    if owns_queries:
         seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (
         seen_launch(problem, seen, sizes.threads, sizes.warps),
-        Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
-        Launch("key_tiles", key_blocks * sizes.parts, sizes.threads, smem_bytes),
+        Launch("row_sums", row_blocks(problem, keeps_stats * prod(padded_rows), sizes.warps), sizes.threads),
+        Launch("key_tiles", problem.kv_heads * key_tiles * sizes.parts, sizes.threads, smem_bytes),
         round_keys(problem, sizes.parts, sizes.threads, sizes.warps),
-        Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
-        if deterministic
-        else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
+        Launch("query_tiles", owns_queries * query_blocks, sizes.threads, smem_bytes),
+        Launch("round_queries", shares_queries * ceil_div(strips, sizes.warps), sizes.threads),
         *gradient_launches(problem, sizes.threads, sizes.warps),
     )
     return Decisions(
@@ -232,30 +278,54 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
             *macros_of(problem, chosen),
             *gradient_macros(problem),
             ("ROW_PARTS", 1),
+            ("WHOLE_HEADS", int(whole)),
             ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
             ("SINK_SMEM_BYTES", sink_launch(problem, sizes.threads, sizes.warps).smem_bytes),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
+            *((Scratch("dQ sums", (*padded_rows, sizes.head(problem))),) * sums_queries),
             *key_sums(problem, sizes.parts),
-            Scratch("LSE and D", (*rows, 2)),
+            *((Scratch("LSE and D", (*rows, 2)),) * keeps_stats),
             *seen_scratch(problem, seen),
             *gradient_sums(problem),
         ),
-        reasons=(*chosen.reasons, *why_parts(sizes.parts)),
+        reasons=(
+            *chosen.reasons,
+            *("a block has all keys of a KV head, and dQ to itself",) * whole,
+            *why_parts(sizes.parts),
+        ),
     )
 
 
+def _whole_tiles(kind: Problem, device: Device) -> BackwardTiles | None:
+    """The tiles with which a block has all keys of a KV head, if some fit and do without spills."""
+    arithmetic = arithmetic_of(kind)
+    for tiles in WHOLE_TILES[kind.itemsize]:
+        registers = arithmetic.registers(tiles.sums(kind)) + arithmetic.backward_overhead
+        smem_bytes = _backward_cost(kind, device, tiles).smem_bytes
+        fits = device.blocks_resident(tiles.threads, registers, smem_bytes) > 0
+        if takes_whole_heads(kind, device, tiles) and fits and registers <= device.registers_per_thread:
+            return tiles
+    return None
+
+
 @functools.lru_cache
-def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTiles]:
+def _backward_candidates(kind: Problem, device: Device, chosen: bool) -> Candidates[BackwardTiles]:
+    """Tiles for problems of a kind and so many keys, those of whole heads unless the caller chooses sizes."""
+    cost_of = functools.partial(_backward_cost, kind, device)
+    whole = None if chosen else _whole_tiles(kind, device)
+    if whole is not None:
+        return Candidates(device, (whole,), cost_of)
     tiles = BACKWARD_TILES[kind.itemsize]
+    if chosen:
+        tiles = (*tiles, *(each for each in WHOLE_TILES[kind.itemsize] if each not in tiles))
     if hands_over_queries(kind, device, HANDED_ON_TILES):
         tiles = (HANDED_ON_TILES, *tiles)
     key_bytes = (kind.head_dim + kind.value_dim) * arithmetic_of(kind).sum_bytes
     if key_bytes > WIDE_KEY_BYTES[kind.itemsize]:
         tiles = (*tiles, *WIDE_BACKWARD_TILES[kind.itemsize])
-    return Candidates(device, tiles, functools.partial(_backward_cost, kind, device))
+    return Candidates(device, tiles, cost_of)
 
 
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
@@ -267,6 +337,7 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     arithmetic = arithmetic_of(problem)
     head, value = tiles.head(problem), tiles.value(problem)
     m, n = tiles.block_m, tiles.block_n
+    whole = takes_whole_heads(problem, device, tiles)
     # With one stage, P^T is stored where dS^T will be.
     weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
     smem_bytes = (
@@ -275,6 +346,7 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
         + arithmetic.tile_bytes(n, head)  # K
         + arithmetic.tile_bytes(n, value)  # V
         + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO
+        + whole * tiles.stages * arithmetic.tile_bytes(m, value)  # O
         + weights * arithmetic.tile_bytes(n, m)  # dS^T, P^T
         + round_up(2 * tiles.stages * m * arithmetic.sum_bytes, LINE_BYTES)  # LSE and D
     )
@@ -295,6 +367,7 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
         instructions_per_score=INSTRUCTIONS_PER_SCORE,
         l2_bytes=l2_bytes / tiles.warps,
     )
-    sums = (keys * part + 2 * keys * queries) // device.warp_size
-    registers = arithmetic.registers(sums) + arithmetic.backward_overhead
+    # Blocks with whole heads mostly wait for memory: more of them gain more than a few spills cost.
+    overhead = arithmetic.backward_overhead // (2 if whole else 1)
+    registers = arithmetic.registers(tiles.sums(problem)) + overhead
     return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))

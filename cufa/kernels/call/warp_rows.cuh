@@ -47,6 +47,10 @@ struct WarpRow {
 // becomes inf here: such a row has no weights, and 2^(-inf - -inf) would be NaN instead of 0.
 struct alignas(2 * sizeof(acc_t)) RowStats {
     acc_t lse_log2, d;
+
+    __device__ static RowStats of(acc_t lse, acc_t d) {
+        return {(lse == negative_infinity() ? -lse : lse) * acc_t(kLog2E), d};
+    }
 };
 
 // Finds the statistics of a row in an array laid out as the LSE.
@@ -68,5 +72,5 @@ __device__ inline void write_row_stats(const BackwardParams& params, RowStats* s
     const acc_t lse = static_cast<const acc_t*>(params.lse)[index];
     acc_t d = at.dot<kValueDim>(params.o, params.dout);
     if (params.dlse) d -= static_cast<const acc_t*>(params.dlse)[index];
-    if (at.lane == 0) stats[index] = {(lse == negative_infinity() ? -lse : lse) * acc_t(kLog2E), d};
+    if (at.lane == 0) stats[index] = RowStats::of(lse, d);
 }

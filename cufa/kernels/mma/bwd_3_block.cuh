@@ -8,6 +8,17 @@
 #include "scores/seen_tiles.cuh"
 
 constexpr int kStages = STAGES;
+// Whether a block has all keys of a KV head, and so dQ of its queries to itself: it is rounded at
+// once. The number of keys of packed sequences is what the caller says, so that one may have more
+// tiles of keys than one. Its block goes through all of them, and sums dQ in the workspace.
+constexpr bool kWholeHeads = WHOLE_HEADS;
+// Whether blocks that own queries compute dQ. Otherwise those that own some of the keys add to sums
+// in the workspace, which a launch of its own rounds.
+constexpr bool kOwnsQueries = kDeterministic && !kWholeHeads;
+constexpr bool kSharesQueries = !kOwnsQueries && !kWholeHeads;
+constexpr bool kSumsQueries = kSharesQueries || (kWholeHeads && kPacked);
+// Whether the LSE and D are in the workspace. Blocks with whole heads have no use for them.
+constexpr bool kKeepsStats = !kWholeHeads || kSink;
 // How the warps divide dQ: first its rows, then its columns. Where all operands come from shared
 // memory, its bandwidth is the bottleneck: then two 16-row tiles per warp load less for each
 // product. But the most warps that share rows divide dQ's columns no further: for more parts, wide
@@ -28,13 +39,14 @@ constexpr int kQueryCols = kHead / kQueryParts;
 constexpr int kQuerySteps = kSplit == 1 ? min_of(kSteps, 4) : kStepsAtOnce;
 // With room for one tile of queries, the next one is copied as soon as the last product that needs
 // a part of this one is done, if a barrier says when.
-constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
+constexpr bool kEarlyCopies = kStages == 1 && !kWholeHeads && (kSplit > 1 || !kOwnsQueries);
 static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 constexpr bool kHandsOver = HANDS_OVER;
-static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kDeterministic),
+static_assert(!kWholeHeads || kSplit == 1, "the output of dQ takes the place of Q");
+static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kOwnsQueries && !kWholeHeads),
               "warps hand on two tiles of queries, and dS where they do not share rows");
 
 // The handovers of Q with dO, and of dS, if warps use them.
@@ -55,7 +67,15 @@ struct QueryHandovers<false> {
     __device__ void init() {}
 };
 
-struct KeySmem : Powers, QueryHandovers<kHandsOver> {
+// Tiles of O, where blocks with whole heads find D.
+template <bool Used>
+struct OutputTiles {
+    MmaTile<kBlockM, kValue> out[kStages];
+};
+template <>
+struct OutputTiles<false> {};
+
+struct KeySmem : Powers, QueryHandovers<kHandsOver>, OutputTiles<kWholeHeads> {
     MmaTile<kBlockN, kHead> k;
     MmaTile<kBlockN, kValue> v;
     MmaTile<kBlockM, kHead> q[kStages];
@@ -100,9 +120,9 @@ struct Workspace {
 
     __device__ explicit Workspace(const BackwardParams& params) {
         dq = static_cast<acc_t*>(params.workspace);
-        key_sums = {dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead), params.sizes};
+        key_sums = {dq + (kSumsQueries ? DqSums::rows(params.sizes) * kHead : 0), params.sizes};
         stats = reinterpret_cast<RowStats*>(key_sums.data + KeySums::count(params.sizes));
-        arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
+        arrays = reinterpret_cast<acc_t*>(stats + (kKeepsStats ? rows_of_heads(params.sizes) : 0));
         seen = reinterpret_cast<SeenPart*>(arrays);
         constexpr int kSeenOfSum = sizeof(acc_t) / sizeof(SeenPart);  // that fit into one sum
         arrays += (seen_tiles(params) + kSeenOfSum - 1) / kSeenOfSum;
@@ -113,6 +133,6 @@ struct Workspace {
     }
     // The number of tiles for both kinds of blocks.
     __device__ static long long seen_tiles(const BackwardParams& params) {
-        return SeenOfKeys::count(params) + (kDeterministic ? SeenOfQueries::count(params) : 0);
+        return SeenOfKeys::count(params) + (kOwnsQueries ? SeenOfQueries::count(params) : 0);
     }
 };

@@ -19,8 +19,12 @@ struct QueryPlace {
 };
 
 // The keys that a block owns, and its part of the query heads, counted over all KV heads. Blocks
-// that own the same keys are adjacent.
+// that own the same keys are adjacent, as are those that own whole heads of a sequence.
 __device__ inline KeyTile keys_of_block(const BackwardParams& params, int block = blockIdx.x) {
+    if constexpr (kWholeHeads) {
+        const int head = block / kParts, kv_heads = params.sizes.kv_heads;
+        return {Sequence(params, head / kv_heads), head % kv_heads, 0};
+    }
     return key_tile_of_block<kBlockN>(params, block / kParts);
 }
 __device__ inline int part_of_block(const KeyTile& own) {
@@ -42,8 +46,10 @@ struct KeyGradients {
         const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
         if constexpr (kHandsOver) smem.queries[at.stage].wait_whole(at.number / kStages);
+        if constexpr (kWholeHeads) find_row_stats(smem, at.stage);
         product_of(s, smem.k, smem.q[at.stage], place);
         product_of(dp, smem.v, smem.dout[at.stage], place);
+        if constexpr (kWholeHeads) __syncthreads();  // the statistics are there
         const bool nonfinite =
             kCutTiles && masked &&
             (has_nonfinite<kTiles, kColumns>(s) || has_nonfinite<kTiles, kColumns>(dp));
@@ -162,7 +168,7 @@ struct KeyGradients {
         smem.queries[at.stage].release();
 
         smem.gradients.wait_whole(at.number);
-        add_to_queries(smem, head.dq, at.first);
+        add_to_queries(smem, head, at);
         smem.gradients.release();
         const int next = at.first + at.step;
         if (next < at.end) head.hand_on(smem, at.number + kStages, next);
@@ -175,10 +181,10 @@ struct KeyGradients {
         const int stage = at.stage, next = at.first + at.step;
         const bool copies = kEarlyCopies && next < at.end;
         if constexpr (kSplit == 1) {
-            if (!kDeterministic) store_scores(smem.ds(), ds, place);
+            if (!kOwnsQueries) store_scores(smem.ds(), ds, place);
             add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
             add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
-            if (!kDeterministic) __syncthreads();  // dS^T is whole, every warp is done with Q, dO
+            if (!kOwnsQueries) __syncthreads();  // dS^T is whole, every warp is done with Q, dO
             if (copies) head.start_copy(smem, stage, next);
         } else {
             store_scores(smem.p(), p, place);
@@ -197,15 +203,40 @@ struct KeyGradients {
             if (kEarlyCopies) __syncthreads();  // every warp is done with Q
             if (copies) head.copy_queries(smem, stage, next);
         }
-        if constexpr (!kDeterministic) add_to_queries(smem, head.dq, at.first);
+        if constexpr (!kOwnsQueries) add_to_queries(smem, head, at);
     }
 
-    // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and sums are
-    // computed a few columns at a time. They are added to global memory while the next are
-    // computed.
-    __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
-        constexpr bool kInSlices = kBlockN < kQueryCols * 2;
-        constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
+    // The columns of dQ that a warp computes at once.
+    static constexpr bool kInSlices = kBlockN < kQueryCols * 2;
+    static constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
+    using QuerySlice = Accumulators<kQueryTiles, kSliceCols>;
+
+    // dQ += dS K
+    __device__ static void add_to_queries(KeySmem& smem, const QueryHead& head,
+                                          const QueriesAt& at) {
+        if (!kWholeHeads || head.sums_dq) {
+            multiply_keys(smem, [&](QuerySlice& dq, int row, int col) {
+                head.dq.template add<kQueryTiles, kSliceCols>(dq, at.first + row, col);
+            });
+            return;
+        }
+        auto& rounded = smem.q[at.stage];  // every warp is done with Q
+        multiply_keys(smem, [&](QuerySlice& dq, int row, int col) {
+            scale<kQueryTiles, kSliceCols>(dq, head.params.softmax_scale);
+            store_tile<kQueryTiles, kSliceCols>(rounded, dq, row, col);
+        });
+        __syncthreads();
+        const Sequence sequence(head.params, head.rules.batch);
+        write_tile<kThreads, kHeadDim>(rounded,
+                                       sequence.queries<scalar_t>(head.params.dq, head.rules.head),
+                                       at.first, sequence.seqlen_q);
+    }
+
+    // dS K, of which `take` gets each slice and its place in the tile. Where dS^T takes fewer
+    // registers than the sums, all of it is loaded, and sums are computed a few columns at a time.
+    // They are taken while the next are computed.
+    template <class Take>
+    __device__ static void multiply_keys(KeySmem& smem, const Take& take) {
         const QueryPlace to;
         if constexpr (kInSlices) {
             // Wide heads and all of dS^T leave registers for one slice at a time. If a slice is one
@@ -217,16 +248,15 @@ struct KeyGradients {
             const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);
 #pragma unroll(kSlicesAtOnce)
             for (int col = 0; col < kQueryCols; col += kSliceCols) {
-                Accumulators<kQueryTiles, kSliceCols> dq = {};
-                ds.add_product_with<kSliceCols>(dq, smem.k, to.first_col + col);
-                sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row,
-                                                  to.first_col + col);
+                QuerySlice dq = {};
+                ds.template add_product_with<kSliceCols>(dq, smem.k, to.first_col + col);
+                take(dq, to.first_row, to.first_col + col);
             }
         } else {
-            Accumulators<kQueryTiles, kSliceCols> dq = {};
+            QuerySlice dq = {};
             add_product_tn<kQueryTiles, kSliceCols, kQuerySteps>(dq, smem.ds(), to.first_row,
                                                                  smem.k, to.first_col);
-            sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row, to.first_col);
+            take(dq, to.first_row, to.first_col);
         }
     }
 };
@@ -237,4 +267,71 @@ __device__ inline QueryHead query_head_of_block(const BackwardParams& params, in
     const KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
     const int first = part_of_block(own) * heads_of_part(params.sizes);
     return QueryHead(params, own.sequence, first + h);
+}
+
+// Sets rows [first, end) of dQ to zero: they see no key.
+__device__ inline void clear_query_gradients(const QueryHead& head, int first, int end) {
+    constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>, kRowChunks = kHeadDim / kChunk;
+    const Sequence sequence(head.params, head.rules.batch);
+    const auto dq = sequence.queries<scalar_t>(head.params.dq, head.rules.head);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (end - first) * kRowChunks; i += kThreads)
+        *reinterpret_cast<Pack<scalar_t, kChunk>*>(dq.row(first + i / kRowChunks) +
+                                                   i % kRowChunks * kChunk) = {};
+}
+
+// Of a block's keys: dK and dV, and what they add to dQ.
+__device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
+                                   const KeyTile& own) {
+    const Place place;
+    const Sequence& sequence = own.sequence;
+    const int kv_head = own.kv_head, first_key = own.first_key;
+    copy_tile_anew<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
+                             sequence.seqlen_k);
+    copy_tile_anew<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
+                              sequence.seqlen_k);
+    smem.init();
+
+    KeyGradients gradients = {};
+    const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
+    if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
+    int number = 0;
+    for (int h = 0; h < heads_of_part(params.sizes); ++h) {
+        const QueryHead head = query_head_of_block(params, h);
+        if (kWholeHeads && !head.sums_dq) {
+            const int seeing = max(tiles.end - tiles.begin, 0);
+            clear_query_gradients(head, 0, min(tiles.begin, sequence.seqlen_q));
+            clear_query_gradients(head, tiles.begin + round_up(seeing, kBlockM), sequence.seqlen_q);
+        }
+        const auto next_seen = [&](int row) {
+            return head.seen.next_row(row, tiles.end, first_key);
+        };
+        const auto attend = [&](const QueriesAt& at) {
+            gradients.attend(smem, head, place, at, first_key,
+                             tiles.masked(at.first, head.seen.cuts(at.first, first_key)));
+        };
+        if constexpr (kHandsOver) {
+            walk_in_turn(
+                tiles.begin, tiles.end, number, next_seen,
+                [&](int number, int row) { head.hand_on(smem, number, row); },
+                [&](int number, int row, int step) {
+                    attend({number % kStages, row, step, tiles.end, number});
+                });
+        } else {
+            walk<kEarlyCopies>(
+                tiles.begin, tiles.end, next_seen,
+                [&](int stage, int row) { head.start_copy(smem, stage, row); },
+                [&](int stage, int row, int step) { attend({stage, row, step, tiles.end}); });
+        }
+    }
+    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
+    ptx::wait_copies();
+    __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
+    KeyTile done = keys_of_block(params, ptx::anew(blockIdx.x));
+    if constexpr (kWholeHeads) done.first_key = first_key;
+    if constexpr (kParts > 1) {
+        gradients.write_part(Workspace(params).key_sums, params, done);
+    } else {
+        gradients.write(smem, params, done);
+    }
 }

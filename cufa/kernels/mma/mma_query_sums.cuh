@@ -30,6 +30,15 @@ class QuerySums {
         for (int i = threadIdx.x % 32; i < Cols / kVec; i += 32) to[i] = {};
     }
 
+    // A block sets the sums of so many rows, in whole tiles, to zero.
+    template <int Threads>
+    __device__ void clear(int rows) const {
+        using Vector = Pack<acc_t, kVec>;
+        const long long count = static_cast<long long>(round_up(rows, BlockM)) * (Cols / kVec);
+        auto* to = reinterpret_cast<Vector*>(sums);
+        for (long long i = threadIdx.x; i < count; i += Threads) to[i] = {};
+    }
+
     // Adds a warp's Tiles 16-row tiles to the sums from (row, col) on.
     template <int Tiles, int TileCols>
     __device__ void add(const Accumulators<Tiles, TileCols>& dq, int row, int col) const {

@@ -20,8 +20,10 @@ static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
               "a warp must own whole 16-row tiles of keys");
 static_assert(kColumns % kMmaN == 0, "a warp must own whole fragments of columns");
 
-// Steps of products that are unrolled. With three blocks per SM, a thread has 168 registers.
-constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
+// Steps of products that are unrolled. With three blocks per SM, a thread has 168 registers; with
+// 512 threads, 128.
+constexpr bool kFewRegisters = kBlocksPerSm * kThreads >= 512 || (kTf32 && kBlocksPerSm >= 3);
+constexpr int kSteps = kFewRegisters ? min_of(kStepsAtOnce, 2) : kStepsAtOnce;
 // The same for S^T and dP^T. If a warp has a single fragment, a step is one mma: many steps are
 // needed to hide the latency of their operands.
 constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;

@@ -157,7 +157,13 @@ def test_packed_sequences_of_few_keys(cupy, rng, kernel, head_dim, longest, told
 
 
 @pytest.mark.parametrize(
-    "features", [(), ("causal", "sink", "dsink"), ("window", "dbias", "seqused_k", "dlse")]
+    "features",
+    [
+        (),
+        ("causal", "sink", "dsink"),
+        ("window", "dbias", "seqused_k", "dlse"),
+        ("mask", "softcap", "dropout"),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_short_sequences_have_the_same_bits_in_every_run(cupy, rng, dtype, features):

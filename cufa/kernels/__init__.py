@@ -250,7 +250,7 @@ class HopperBackward(HopperKernel):
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for short
-        sequences, of which under a mask there must be many.
+        sequences. Where it is not known that none is longer, there must be many.
         """
         if problem.features.bias_dtype == "float32":
             return f"{self.name} is slower than the mma.sync rungs with a bias in float32"
@@ -263,7 +263,7 @@ class HopperBackward(HopperKernel):
                 f"{self.name} is slower than the mma.sync rungs for many sequences of at most {_SHORT} "
                 f"queries and keys"
             )
-        if narrow and not problem.features.key_mask and max(queries, problem.longest_keys) <= _WHOLE:
+        if narrow and max(queries, problem.longest_keys) <= _WHOLE:
             return (
                 f"{self.name} is slower than the mma.sync rungs for sequences of at most {_WHOLE} queries "
                 "and keys"

@@ -14,8 +14,8 @@
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; row_sums (LSE and D; sets the
 // sums in the workspace to zero), key_tiles, round_keys if the heads are in parts, round_queries
-// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted. Without
-// row_sums, unless these need it, round_queries and query_tiles if blocks have whole heads.
+// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted. If blocks
+// have whole heads, key_tiles alone, and of the others what these two and parts need.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     seen_tiles(const __grid_constant__ BackwardParams params) {
-    if constexpr (kKeyMask) {
+    if constexpr (kSkipsTiles) {
         const Workspace workspace(params);
         const long long tile = warp_of_grid<kThreads>();
         const long long of_keys = SeenOfKeys::count(params);

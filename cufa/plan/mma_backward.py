@@ -227,9 +227,9 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
 def takes_whole_heads(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
     """Whether a block has all keys of a KV head, so that it has dQ of the head's queries to itself.
 
-    It then finds LSE and D of the queries, too. A mask would leave tiles of queries out.
+    It then finds LSE and D of the queries, too.
     """
-    fit = problem.longest_keys <= tiles.block_n and not problem.features.key_mask
+    fit = problem.longest_keys <= tiles.block_n
     return fit and tiles.split == 1 and not hands_over_queries(problem, device, tiles)
 
 
@@ -260,7 +260,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     shares_queries = not whole and not owns_queries
     sums_queries = shares_queries or (whole and problem.features.packed)
     keeps_stats = not whole or problem.features.sink
-    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
+    seen = 0 if whole else seen_tiles(problem, sizes.block_m, sizes.block_n)
     if owns_queries:
         seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (

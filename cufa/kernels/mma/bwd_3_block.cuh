@@ -17,6 +17,9 @@ constexpr bool kWholeHeads = WHOLE_HEADS;
 constexpr bool kOwnsQueries = kDeterministic && !kWholeHeads;
 constexpr bool kSharesQueries = !kOwnsQueries && !kWholeHeads;
 constexpr bool kSumsQueries = kSharesQueries || (kWholeHeads && kPacked);
+// Whether a launch finds the tiles that a mask hides. Blocks with whole heads have few tiles, and
+// all of their rows of dQ to write.
+constexpr bool kSkipsTiles = kKeyMask && !kWholeHeads;
 // Whether the LSE and D are in the workspace. Blocks with whole heads have no use for them.
 constexpr bool kKeepsStats = !kWholeHeads || kSink;
 // How the warps divide dQ: first its rows, then its columns. Where all operands come from shared
@@ -133,6 +136,7 @@ struct Workspace {
     }
     // The number of tiles for both kinds of blocks.
     __device__ static long long seen_tiles(const BackwardParams& params) {
+        if constexpr (!kSkipsTiles) return 0;
         return SeenOfKeys::count(params) + (kOwnsQueries ? SeenOfQueries::count(params) : 0);
     }
 };

@@ -132,9 +132,9 @@ template <bool EarlyCopies, class NextSeen, class StartCopy, class Attend>
 __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
                             const StartCopy& start_copy, const Attend& attend) {
     int stage = 0, step = kBlockM;
-    if constexpr (kKeyMask) begin = next_seen(begin);
+    if constexpr (kSkipsTiles) begin = next_seen(begin);
     for (int row = begin; row < end; row += step) {
-        if constexpr (kKeyMask) step = next_seen(row + kBlockM) - row;
+        if constexpr (kSkipsTiles) step = next_seen(row + kBlockM) - row;
         if (row == begin || (kStages == 1 && !EarlyCopies)) {
             __syncthreads();  // every warp is done with the tile before
             start_copy(stage, row);
@@ -153,7 +153,7 @@ __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
 template <class NextSeen, class HandOn, class Attend>
 __device__ inline void walk_in_turn(int begin, int end, int& number, const NextSeen& next_seen,
                                     const HandOn& hand_on, const Attend& attend) {
-    const auto seen_from = [&](int row) { return kKeyMask ? next_seen(row) : row; };
+    const auto seen_from = [&](int row) { return kSkipsTiles ? next_seen(row) : row; };
     int row = seen_from(begin), next = seen_from(row + kBlockM);
     if (row < end) hand_on(number, row);
     if (next < end) hand_on(number + 1, next);

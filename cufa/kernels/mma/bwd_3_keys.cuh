@@ -307,8 +307,8 @@ __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
             return head.seen.next_row(row, tiles.end, first_key);
         };
         const auto attend = [&](const QueriesAt& at) {
-            gradients.attend(smem, head, place, at, first_key,
-                             tiles.masked(at.first, head.seen.cuts(at.first, first_key)));
+            const bool cut = kSkipsTiles ? head.seen.cuts(at.first, first_key) : kKeyMask;
+            gradients.attend(smem, head, place, at, first_key, tiles.masked(at.first, cut));
         };
         if constexpr (kHandsOver) {
             walk_in_turn(

@@ -22,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -34,8 +36,10 @@ from rich.console import Console
 from rich.progress import track
 
 import cufa
-from cufa import device
+from cufa import device, jit
 from cufa.kernels import KERNELS
+from cufa.plan import make_plan
+from cufa.problem import Direction, Problem
 
 try:
     import cupy
@@ -51,6 +55,7 @@ RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "peers.json"))
 # call, so that it is the GPU that is timed.
 FLUSH_BYTES = 1 << 32
 PROFILED_CALLS = 5
+BOTH: tuple[Direction, ...] = ("forward", "backward")
 # So small that the GPU is always ahead of the host.
 HOST_SHAPE, HOST_ROUNDS, HOST_CALLS = (1, 64, 2, 64), 20, 100
 # Of the largest value: a wrong result differs by as much as values do, a right one in 16 bits' last places.
@@ -63,6 +68,18 @@ def require_gpu() -> None:
         device.current()
     except cufa.GPUUnavailableError as error:
         sys.exit(f"{Path(sys.argv[0]).name} needs a GPU: {error}")
+
+
+def compile_ahead(problems: Iterable[Problem]) -> None:
+    """Compile the kernels for these on all cores, instead of each when it is first called."""
+    variants = {
+        make_plan(replace(problem, direction=direction), device.current()).variant
+        for problem in problems
+        for direction in BOTH
+    }
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(jit.build, variants):
+            pass
 
 
 def calls_of(

@@ -39,6 +39,11 @@ def test_a_cache_of_latent_vectors_is_attention_over_all_keys(capsys):
     assert 0 < difference < 2e-3
 
 
+def test_a_prompt_that_is_read_once_is_one_of_each_request(capsys):
+    (difference,) = differences("prefix.py", capsys)
+    assert 0 < difference < 1e-5
+
+
 def test_parts_of_the_tokens_in_a_ring_are_attention_over_all_tokens(capsys):
     found = differences("ring.py", capsys)
     assert len(found) == len(("out", "dq", "dk", "dv"))

@@ -293,7 +293,8 @@ __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
     smem.init();
 
     KeyGradients gradients = {};
-    const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
+    QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
+    if (kWholeHeads && sequence.seqlen_k <= first_key) tiles.end = 0;  // no row sees a key
     if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
     int number = 0;
     for (int h = 0; h < heads_of_part(params.sizes); ++h) {

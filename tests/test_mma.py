@@ -84,9 +84,9 @@ def test_no_sums_of_the_widest_heads_are_spilled(arch, kernel, dtype, most_bytes
         *(
             (arch, "float16", *sizes)
             for arch in ("sm_75", "sm_80", "sm_90a", "sm_120a")
-            for sizes in ((16, 32, 16, 0), (30, 64, 32, 16), (64, 64, 64, 8))
+            for sizes in ((16, 32, 16, 32), (30, 64, 32, 24), (64, 64, 64, 8))
         ),
-        ("sm_75", "float16", 49, 128, 64, 100),  # its copies go through registers
+        ("sm_75", "float16", 49, 128, 64, 120),  # its copies go through registers
         ("sm_86", "float16", 49, 128, 64, 16),
         ("sm_80", "float32", 64, 128, 64, 16),
         ("sm_90a", "float32", 64, 128, 64, 16),

@@ -101,6 +101,15 @@ def test_blocks_have_all_keys_of_short_sequences(arch, dtype, keys, head_dim, bl
     assert jit.build(plan.variant).resources["key_tiles"].spill_stores <= most_bytes
 
 
+@pytest.mark.parametrize(("keys", "whole"), [(256, True), (257, False), (4096, False)])
+def test_tiles_of_more_keys_than_the_plan_chooses(keys, whole):
+    tiles = {"block_m": 32, "block_n": 256, "threads": 512, "stages": 1, "split": 1}
+    problem = Problem("backward", "bfloat16", 4, 512, keys, 8, 8, 64, 64)
+    plan = make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles)
+    assert (len(plan.launches) == 1) == whole
+    assert jit.build(plan.variant).resources
+
+
 def test_blocks_have_all_keys_of_packed_sequences_if_the_call_says_how_many():
     packed = Problem(
         *("backward", "bfloat16", 5, 300, 300, 8, 2, 64, 64), features=Features(packed=True), max_seqlen_k=64

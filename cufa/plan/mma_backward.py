@@ -207,7 +207,7 @@ WHOLE_TILES = {
         BackwardTiles(16, 64, 128, 1, 1),
     ),
 }
-# No tiles have more keys.
+# No tiles of the plan's own choice have more keys.
 MOST_WHOLE_KEYS = 128
 
 # Two tiles of queries, which warps hand on instead of meeting; the first choice if they can.
@@ -239,10 +239,10 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     If deterministic, the last launch has a block for each tile of queries instead. If sequences have no more
     keys than a tile, all is done by a block for each KV head.
     """
-    keys = min(problem.longest_keys, MOST_WHOLE_KEYS + 1)
-    chosen = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles)).choose(
-        problem, tiles
-    )
+    # Tiles that a caller chooses may have any number of keys.
+    keys = problem.longest_keys if tiles else min(problem.longest_keys, MOST_WHOLE_KEYS + 1)
+    candidates = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles))
+    chosen = candidates.choose(problem, tiles)
     if "parts" not in tiles:
         parts, _ = best_parts(problem, chosen.tiles, device.sm_count * chosen.blocks_per_sm)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))

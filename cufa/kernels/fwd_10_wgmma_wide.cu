@@ -130,7 +130,7 @@ __device__ inline void bring(Smem& smem, const Params& params) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
+extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksPerSm)
     merge_parts(const __grid_constant__ Params params) {
     merge_parts_of_tiles<kOwnCols, out_t>(params, [&](const WorkTile& work) {
         return output_scale_of(params, HeadScales(params.call, work.batch, work.kv_head));

@@ -37,9 +37,9 @@ WORD_BITS = 32
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
 BESIDE_WIDENING = 192
-# Of the launch that merges parts (merged_parts.cuh): columns of O for a block, groups of its threads, each as
-# many as a warpgroup, and bytes of shared memory for each thread.
-MERGED_COLUMNS, MERGE_GROUPS, MERGE_THREAD_BYTES = 8, 4, 32
+# Of the launch that merges parts (merged_parts.cuh): columns of O for a block that has a warp's rows, and its
+# shared memory, for four sums and two rows of each thread.
+MERGED_COLUMNS, MERGE_SMEM_BYTES = 8, 32 * WARPGROUP
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
@@ -95,7 +95,8 @@ def launches_of_parts(
     if tiles.merges_later(problem, tiles.parts):
         split = (parted.count - parted.whole) // parted.parts
         columns = tiles.consumers * tiles.own_cols(problem.value_dim) // MERGED_COLUMNS
-        launches = (main, merging_launch(split * columns)) if split else (main,)
+        pieces = columns * (WARPGROUP // WARP_SIZE)
+        launches = (main, merging_launch(split * pieces)) if split else (main,)
         return launches, (scratch_to_merge(problem, tiles, parted.count - parted.whole),), parted
     launches = (Launch("clear_counts", 1, tiles.threads), replace(main, overlaps=True))
     return launches, _parts_scratch(problem, tiles, parted), parted
@@ -122,15 +123,9 @@ def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scr
     )
 
 
-def merging_launch(blocks: int, groups: int = MERGE_GROUPS) -> Launch:
-    """The launch that merges parts of tiles, by blocks of so many groups."""
-    threads = groups * WARPGROUP
-    return Launch("merge_parts", blocks, threads, threads * MERGE_THREAD_BYTES, overlaps=True)
-
-
-def merging_macros(groups: int) -> tuple[Macro, ...]:
-    """The macros of that launch."""
-    return (("MERGE_GROUPS", groups), ("MERGE_SMEM_BYTES", groups * WARPGROUP * MERGE_THREAD_BYTES))
+def merging_launch(blocks: int) -> Launch:
+    """The launch that merges parts of tiles."""
+    return Launch("merge_parts", blocks, WARPGROUP, MERGE_SMEM_BYTES, overlaps=True)
 
 
 def scratch_to_merge(problem: Problem, tiles: Tiles, parts: int) -> Scratch:

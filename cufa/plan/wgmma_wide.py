@@ -25,7 +25,7 @@ from cufa.plan.hopper import (
 from cufa.plan.pace import Pace, memory_time
 from cufa.plan.persistent import (
     FINDINGS_BYTES,
-    MERGE_GROUPS,
+    MERGE_SMEM_BYTES,
     OVERHEAD_REGISTERS,
     START,
     WORK_TILE_BYTES,
@@ -34,7 +34,6 @@ from cufa.plan.persistent import (
     forward_macros,
     launches_of_parts,
     merging_launch,
-    merging_macros,
     scratch_to_merge,
     work_bytes,
 )
@@ -58,8 +57,8 @@ OF_WIDENED_DIM = 0.00046
 FEW_KEYS = 32
 # Which of a tile's keys are in a share, and which part of its tile that is.
 SHARE_OF_KEYS_BYTES, PART_BYTES = 12, 8
-# Of the launch that merges what blocks with shares leave: its blocks for each of those, small ones.
-MERGING_BLOCKS, MERGING_GROUPS = 16, 1
+# Blocks of the launch that merges what blocks with shares leave, for each of those.
+MERGING_BLOCKS = 8
 FLOAT_BYTES = 4
 # The barriers of a stage: a ring's two for each of up to three parts of K, and for V, and the inspectors'.
 STAGE_BARRIERS = 9
@@ -149,7 +148,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
             ("QUERY_SCALAR", problem.dtype),
             ("OUT_SCALAR", problem.output.name),
             ("OUTPUT_APART", _has_output_apart(problem, device, sizes)),
-            *merging_macros(MERGING_GROUPS if sizes.shares > 1 else MERGE_GROUPS),
+            ("MERGE_SMEM_BYTES", MERGE_SMEM_BYTES),
         ),
         launches=launches if grid else (),
         scratch=scratch,
@@ -213,7 +212,7 @@ def _launches_of_shares(
         scratch_to_merge(problem, tiles, 2 * parted.count),
     )
     main = replace(main, grid=parted.count)
-    return (main, merging_launch(MERGING_BLOCKS * parted.count, MERGING_GROUPS)), scratch, parted
+    return (main, merging_launch(MERGING_BLOCKS * parted.count)), scratch, parted
 
 
 def _widens(problem: Problem) -> bool:

@@ -41,16 +41,6 @@ struct RoundLine {
     static constexpr int kWithoutKeys = RoundsWithoutKeys;  // before those of each tile
     const ForwardParams& params;
 
-    __device__ int count() const { return line().count(); }
-
-    // The place of a round, which must exist.
-    __device__ RoundPlace at(int round) const {
-        const auto [batch, number] = line().at(round);
-        const SequenceRounds sequence = of_sequence(batch);
-        const int of_tile = kWithoutKeys + sequence.rounds_of_tile;
-        return {batch, number / of_tile, number % of_tile - kWithoutKeys, sequence};
-    }
-
     // The first round with keys of the tile after that of `place`, which must exist.
     __device__ RoundPlace next_tile(RoundPlace place) const {
         place.round = 0;
@@ -72,16 +62,11 @@ struct RoundLine {
         return {InLine::tiles(sequence, params.sizes), max(rounds, 1)};
     }
 
-  private:
-    struct RoundsOf {
-        const RoundLine& rounds;
-
-        __device__ int operator()(int batch) const {
-            const SequenceRounds sequence = rounds.of_sequence(batch);
-            return sequence.tiles * (kWithoutKeys + sequence.rounds_of_tile);
-        }
-    };
-    __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
+    // The number of rounds of a sequence.
+    __device__ int operator()(int batch) const {
+        const SequenceRounds sequence = of_sequence(batch);
+        return sequence.tiles * (kWithoutKeys + sequence.rounds_of_tile);
+    }
 };
 
 // Rounds [begin, end) of the line.
@@ -92,9 +77,18 @@ struct KeyShare {
 // The line in up to `most` shares.
 template <class Line>
 struct KeyShares : Line {
-    __device__ KeyShares(const ForwardParams& params, int most) : Line{params} {
-        all = Line::count();
+    __device__ KeyShares(const ForwardParams& params, int most)
+        : Line{params}, sequences(params.sizes.batch, Line{params}) {
+        all = sequences.count();
         shares = min(most, all);
+    }
+
+    // The place of a round, which must exist.
+    __device__ RoundPlace at(int round) const {
+        const auto [batch, number] = sequences.at(round);
+        const SequenceRounds sequence = Line::of_sequence(batch);
+        const int of_tile = Line::kWithoutKeys + sequence.rounds_of_tile;
+        return {batch, number / of_tile, number % of_tile - Line::kWithoutKeys, sequence};
     }
 
     __device__ KeyShare share(int number) const {
@@ -108,9 +102,11 @@ struct KeyShares : Line {
     }
 
   private:
+    const SequenceLine<Line> sequences;
     int all, shares;
 
+    // all * share / shares, without its 64-bit product
     __device__ int first_of(int share) const {
-        return static_cast<int>(static_cast<long long>(all) * share / shares);
+        return all / shares * share + all % shares * share / shares;
     }
 };

@@ -33,8 +33,10 @@ __device__ inline PartToMerge<Dims>* parts_to_merge(const ForwardParams& call) {
     return static_cast<PartToMerge<Dims>*>(parts);
 }
 
-// Groups of a block's threads, each of which has the threads of a warpgroup.
-constexpr int kMergeGroups = MERGE_GROUPS, kMergeThreads = kMergeGroups * kWarpgroup;
+// A block of this launch has as many threads as a warpgroup. Many blocks of an SM hide how long
+// loads take; where there are fewer, each thread has more of them under way (kLoadsAtOnce). Without
+// these bounds, the compiler would have fewer registers and loads one after the other.
+constexpr int kMergeThreads = kWarpgroup, kMergeBlocksPerSm = kSharesKeys ? 4 : 8;
 
 // A thread's sums of `Count` times eight columns of O, and its two rows.
 template <int Count>
@@ -43,86 +45,125 @@ struct MergedColumns {
     Four sums[Count] = {};
     RowPair softmax;
 
-    __device__ void add(const MergedColumns& part) {
-        const JoiningRows rows(softmax, part.softmax);
+    // Adds some parts at once. Those that are not there see no key.
+    template <int Parts>
+    __device__ void add(const MergedColumns (&parts)[Parts]) {
 #pragma unroll
-        for (int i = 0; i < Count; ++i)
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = softmax.rows[half];
+            float max = row.max;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[i][e] = rows.join(sums[i][e], part.sums[i][e], e / 2);
+            for (const MergedColumns& part : parts) max = fmaxf(max, part.softmax.rows[half].max);
+            const float shrink = row.raise_max(max);
+#pragma unroll
+            for (int i = 0; i < 2 * Count; ++i) sums[i / 2][2 * half + i % 2] *= shrink;
+#pragma unroll
+            for (const MergedColumns& part : parts) {
+                const OnlineSoftmax& other = part.softmax.rows[half];
+                const float weight = exp2_of(other.max - row.shift());
+                row.sum += other.sum * weight;
+#pragma unroll
+                for (int i = 0; i < 2 * Count; ++i) {
+                    const int col = 2 * half + i % 2;
+                    sums[i / 2][col] += part.sums[i / 2][col] * weight;
+                }
+            }
+        }
     }
 };
 
 struct MergeSmem {
-    MergedColumns<1> of_groups[kMergeGroups][kWarpgroup];
+    MergedColumns<1> of_warps[kWarps][32];
 };
 
 static_assert(!kMergesLater || !kRangeMask, "there the order of tiles depends on the launch");
 
-// Merges the parts of tiles of queries, of which `result_of(part)` is the number of a part's
-// results. Columns are counted in times eight. `output_scale(work)` is the factor of a head's sums
-// of weighted values.
+// The results of a tile's parts, in the workspace: one after the other or, of blocks with shares,
+// those of the tiles that they end or continue; the first part is of a tile that its block begins.
+template <int Dims>
+struct PartsOfTile {
+    const PartToMerge<Dims>* first;
+    int count;
+
+    __device__ PartsOfTile(const ForwardParams& call, int first_part, int count)
+        : first(parts_to_merge<Dims>(call) + first_part * kOfBlock), count(count) {}
+
+    __device__ const PartToMerge<Dims>& operator[](int part) const {
+        return kSharesKeys && part == 0 ? first[result_of_block(0, true)] : later(part);
+    }
+    __device__ const PartToMerge<Dims>& later(int part) const { return first[part * kOfBlock]; }
+
+  private:
+    static constexpr int kOfBlock = kSharesKeys ? result_of_block(1, false) : 1;
+};
+
+// Merges the parts of tiles of queries. Columns are counted in times eight. `output_scale(work)` is
+// the factor of a head's sums of weighted values.
 template <int Dims, class Element, class OutputScale>
 class PartMerger {
   public:
+    using Parts = PartsOfTile<Dims>;
     static constexpr int kColumns = Dims / 8, kAllColumns = kColumnWarpgroups * kColumns;
 
     __device__ PartMerger(const Params& params, const OutputScale& output_scale)
-        : params(params),
-          output_scale(output_scale),
-          smem(shared_memory<MergeSmem, MERGE_SMEM_BYTES>()),
-          thread(threadIdx.x % kWarpgroup),
-          group(threadIdx.x / kWarpgroup) {}
+        : params(params), output_scale(output_scale) {}
 
-    // Eight columns, by all groups of the block.
-    template <class ResultOf>
-    __device__ void merge(const WorkTile& work, int parts, const ResultOf& result_of,
-                          int columns) const {
-        auto merged = merged_columns<1, kMergeGroups>(parts, result_of, columns, group);
-        smem.of_groups[group][thread] = merged;
+    // `Count` times eight columns of all rows: each warp has some of the rows.
+    template <int Count>
+    __device__ void merge(const WorkTile& work, const Parts& parts, int columns) const {
+        store(merged_columns<Count, 1>(parts, 0, columns, threadIdx.x), work, columns);
+    }
+
+    // Eight columns of the rows that warp number `rows` would have: each warp has some of the
+    // parts.
+    __device__ void merge_rows(WorkTile work, const Parts& parts, int columns, int rows) const {
+        auto& of_warps = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().of_warps;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        auto merged = merged_columns<1, kWarps>(parts, warp, columns, rows * 32 + lane);
+        __syncthreads();  // what was there has been read
+        of_warps[warp][lane] = merged;
         __syncthreads();
-        if (group != 0) return;
-        for (int other = 1; other < kMergeGroups; ++other)
-            merged.add(smem.of_groups[other][thread]);
+        if (warp != 0) return;
+        MergedColumns<1> others[kWarps - 1];
+#pragma unroll
+        for (int i = 0; i < kWarps - 1; ++i) others[i] = of_warps[1 + i][lane];
+        merged.add(others);
+        work.first_row += rows * kRowsOfWarp;
         store(merged, work, columns);
     }
 
-    // `Count` times eight columns, by one group.
-    template <int Count, class ResultOf>
-    __device__ void merge_alone(const WorkTile& work, int parts, const ResultOf& result_of,
-                                int columns) const {
-        store(merged_columns<Count, 1>(parts, result_of, columns, 0), work, columns);
-    }
-
   private:
-    static constexpr int kLoadsAtOnce = 8;  // of four sums
+    static constexpr int kLoadsAtOnce = kSharesKeys ? 8 : 4;  // of four sums
+    static constexpr int kRowsOfWarp = kWgmmaM / kWarps;
 
-    // The Step-th parts, from `first` on.
-    template <int Count, int Step, class ResultOf>
-    __device__ MergedColumns<Count> merged_columns(int parts, const ResultOf& result_of,
-                                                   int columns, int first) const {
-        constexpr int kPartsAtOnce = kLoadsAtOnce / Count;
+    // Of every Step-th part, the columns of the thread with that number.
+    template <int Count, int Step>
+    __device__ MergedColumns<Count> merged_columns(const Parts& parts, int first, int columns,
+                                                   int thread) const {
+        constexpr int kAtOnce = kLoadsAtOnce / Count;
         MergedColumns<Count> merged;
-        for (; first < parts; first += kPartsAtOnce * Step) {
-            MergedColumns<Count> some[kPartsAtOnce];
+        for (int part = first; part < parts.count; part += kAtOnce * Step) {
+            MergedColumns<Count> some[kAtOnce] = {};
+            load(some[0], parts[part], columns, thread);
 #pragma unroll
-            for (int i = 0; i < kPartsAtOnce; ++i)  // all are loaded at once
-                if (first + i * Step < parts) load(some[i], result_of(first + i * Step), columns);
-#pragma unroll
-            for (int i = 0; i < kPartsAtOnce; ++i)
-                if (first + i * Step < parts) merged.add(some[i]);
+            for (int i = 1; i < kAtOnce; ++i) {  // all are loaded at once
+                const int other = part + i * Step;
+                if (other < parts.count) load(some[i], parts.later(other), columns, thread);
+            }
+            merged.add(some);
         }
         return merged;
     }
 
     template <int Count>
-    __device__ void load(MergedColumns<Count>& to, int result, int columns) const {
-        const PartToMerge<Dims>& part = parts_to_merge<Dims>(params.call)[result];
+    __device__ void load(MergedColumns<Count>& to, const PartToMerge<Dims>& part, int columns,
+                         int thread) const {
         const auto& sums = part.of_warpgroups[columns / kColumns].sums;
+        const int row = thread / 32 * kRowsOfWarp + thread % 32 / 4;
 #pragma unroll
         for (int i = 0; i < Count; ++i) to.sums[i] = sums[columns % kColumns + i][thread];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            to.softmax.rows[half] = part.rows[row_of_thread() + 8 * half];
+        for (int half = 0; half < 2; ++half) to.softmax.rows[half] = part.rows[row + 8 * half];
     }
 
     template <int Count>
@@ -160,42 +201,42 @@ class PartMerger {
 
     const Params& params;
     const OutputScale& output_scale;
-    MergeSmem& smem;
-    const int thread, group;
 };
 
-// Where all tiles have equally many parts, there is a block for each tile and eight columns.
+// Where all tiles have equally many parts, there is a block for each tile, eight columns and the
+// rows of a warp.
 template <class Merger>
 __device__ inline void merge_tile(const ForwardParams& call, const Merger& merger) {
-    const int tile = blockIdx.x / Merger::kAllColumns, columns = blockIdx.x % Merger::kAllColumns;
-    WorkTile work = Order(call).at(call.parting.whole + tile * call.parting.parts);
+    const int columns = blockIdx.x % Merger::kAllColumns, line = blockIdx.x / Merger::kAllColumns;
+    WorkTile work = Order(call).at(call.parting.whole + line / kWarps * call.parting.parts);
     has_part(call, work);  // limits the number of parts
     const bool stored = work.parts == 1, empty = work.first_row >= work.sequence(call).seqlen_q;
     if (stored || (kPacked && empty)) return;
-    const auto result_of = [&](int part) { return work.first_part + part; };
-    merger.merge(work, work.parts, result_of, columns);
+    merger.merge_rows(work, {call, work.first_part, work.parts}, columns, line % kWarps);
 }
 
 // Where blocks have shares of keys, there are some small blocks for each of those blocks. A tile is
-// merged by those of all that have parts of it but the last. If it has few parts, they are few, and
-// each merges `kMany` times eight columns.
+// merged by those of all that have parts of it but the last: the more parts, the smaller the pieces
+// of the output.
 template <class Merger>
 __device__ inline void merge_share(const ForwardParams& call, const Merger& merger) {
-    constexpr int kMany = 4;
+    constexpr int kAll = Merger::kAllColumns, kMany = 4, kFewParts = 4, kManyParts = 16;
     static_assert(Merger::kColumns % kMany == 0, "these are of one warpgroup");
     const int of_block = gridDim.x / call.parting.count, block = blockIdx.x / of_block;
     const TileToMerge& tile = tiles_to_merge(call)[block];
     if (tile.parts == 0) return;
     const int mergers = (tile.parts - 1) * of_block;
     const int number = tile.part * of_block + blockIdx.x % of_block;
-    const int first = block - tile.part;  // blocks with consecutive shares are adjacent
-    const auto result_of = [&](int part) { return result_of_block(first + part, part == 0); };
-    if (mergers >= Merger::kAllColumns) {
-        if (number < Merger::kAllColumns)
-            merger.template merge_alone<1>(tile.work, tile.parts, result_of, number);
+    // Blocks with consecutive shares are adjacent.
+    const typename Merger::Parts parts(call, block - tile.part, tile.parts);
+    if (tile.parts > kManyParts) {
+        for (int i = number; i < kAll * kWarps; i += mergers)
+            merger.merge_rows(tile.work, parts, i % kAll, i / kAll);
+    } else if (tile.parts > kFewParts) {
+        for (int i = number; i < kAll; i += mergers) merger.template merge<1>(tile.work, parts, i);
     } else {
-        for (int i = number; i < Merger::kAllColumns / kMany; i += mergers)
-            merger.template merge_alone<kMany>(tile.work, tile.parts, result_of, i * kMany);
+        for (int i = number; i < kAll / kMany; i += mergers)
+            merger.template merge<kMany>(tile.work, parts, i * kMany);
     }
 }
 

@@ -22,7 +22,7 @@ __device__ inline TileToMerge* tiles_to_merge(const ForwardParams& call) {
 
 // A block may leave two results: of the tile that it ends or continues, and of the one that it
 // begins. Their numbers:
-__device__ inline int result_of_block(int block, bool begins) {
+__device__ constexpr int result_of_block(int block, bool begins) {
     return 2 * block + begins;
 }
 
@@ -50,8 +50,7 @@ class ShareWalk {
     // The tiles of the share come one after the other, whatever the index.
     __device__ Work at(unsigned int) {
         if (left.begin == left.end) {
-            if (place.batch < 0)
-                leave_to_merge({Work::none(), 0, 0});  // there was no key in the share
+            leave_to_merge();
             return Work::none();
         }
         const int round = place.round, rounds = place.sequence.rounds_of_tile;
@@ -60,10 +59,12 @@ class ShareWalk {
         work.first_tile = round;
         work.end_tile = round + count;
         if (count < rounds) work.number = result_of_block(blockIdx.x, round == 0);
-        if (left.end - left.begin - count <= Line::kWithoutKeys)
-            leave_to_merge(round + count < rounds ? to_merge(work) : TileToMerge{work, 0, 0});
         skip(count + Line::kWithoutKeys);
-        if (left.begin < left.end) place = Line{call}.next_tile(place);
+        if (left.begin < left.end) {
+            place = Line{call}.next_tile(place);
+        } else {
+            place.round = round + count;
+        }
         return work;
     }
 
@@ -79,20 +80,22 @@ class ShareWalk {
                 number % row_tiles() * BlockM};
     }
 
-    __device__ TileToMerge to_merge(const Work& last) const {
-        const KeyShares<Line> all(call, shares());
-        const int begin = left.begin - place.round, first = all.share_of(begin);
-        const int parts = all.share_of(begin + place.sequence.rounds_of_tile - 1) - first + 1;
-        return {last, parts, all.share_of(left.begin) - first};
-    }
-
-    __device__ void leave_to_merge(const TileToMerge& tile) const {
-        if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = tile;
+    // At the end, so that the first tile need not wait for it.
+    __device__ void leave_to_merge() const {
+        TileToMerge last{Work::none(), 0, 0};
+        if (place.batch >= 0 && place.round < place.sequence.rounds_of_tile) {
+            const KeyShares<Line> all(call, shares());
+            const int begin = left.end - place.round, end = begin + place.sequence.rounds_of_tile;
+            const int first = all.share_of(begin);
+            last = {tile(), all.share_of(end - 1) - first + 1,
+                    static_cast<int>(blockIdx.x) % shares() - first};
+        }
+        if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = last;
     }
 
     __device__ void skip(int rounds) { left.begin = min(left.begin + rounds, left.end); }
 
     const ForwardParams& call;
     KeyShare left;
-    RoundPlace place{-1};  // where it begins
+    RoundPlace place{-1};  // where it begins; in the end, where the share does
 };

@@ -210,20 +210,25 @@ __device__ inline void send_seen(const Sender<Smem>& sender, RingPosition<kQuery
 // under way before the block waits for the answer.
 constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
+// Whether a block's first queries are sent while it looks up the pages of its first keys. Other
+// producers have no registers for this.
+constexpr bool kQueriesFirst = kPaged && kColumnWarpgroups > 1;
+
 // Sends a tile of queries and all tiles of keys that it sees.
 template <class Smem, class Ask>
 __device__ inline void send_range(const Sender<Smem>& sender, RingPosition<kQueryStages>& q_at,
                                   RingPosition<kStages>& at, RingPosition<1>& bias_at,
-                                  const KeyRange& keys, const Ask& ask) {
+                                  const KeyRange& keys, bool first, const Ask& ask) {
     const int first_key = sender.sequence.first_k;
     int tile = keys.end - 1;
     KeyPages pages;
     if (!keys.none()) {
         const int key = first_key + tile * kBlockN;
         pages = sender.pages_from(key);
+        if (first) sender.send_queries(q_at);
         sender.send_keys(at, pages, key);
     }
-    sender.send_queries(q_at);
+    if (!first || keys.none()) sender.send_queries(q_at);
     if (!keys.none()) sender.send_bias(tile, bias_at);
     // Keys are needed a tile ahead of values.
     const auto send_down_to = [&](int begin) {
@@ -257,7 +262,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     RingPosition<1> bias_at;
     int answer;
     const auto ask = [&] { answer = taken.ask(); };
-    for (;; taken.advance(answer)) {
+    for (bool first = kQueriesFirst;; first = false, taken.advance(answer)) {
         const WorkTile work = taken.current();
         if (!work.exists()) break;
         const KeyRange keys = key_tiles_of(params.call, work);
@@ -270,7 +275,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                 send_seen(sender, q_at, at, bias_at, keys, ask);
             }
         } else {
-            send_range(sender, q_at, at, bias_at, keys, ask);
+            send_range(sender, q_at, at, bias_at, keys, first, ask);
         }
     }
     send_queries(smem, params, q_at, WorkTile::none());

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, Module, calls, with_probe
 from test_emulator import draw, planted, run
+from test_gpu_hopper import WATCHED_MISTAKES
 
 from cufa import jit
 from cufa.arguments import Options, make_problem
@@ -557,6 +558,12 @@ PLANTED = {
         r"fwd_6_wgmma leaves its counter at 4",
     ),
 }
+
+
+@pytest.mark.parametrize("mistake", WATCHED_MISTAKES)
+def test_mistakes_for_the_watchdog_can_be_planted(tmp_path, mistake):
+    """A GPU is needed to see them caught, but not to see that a change of the kernels has outdated them."""
+    planted(tmp_path, *mistake)
 
 
 @pytest.mark.parametrize("what", PLANTED)

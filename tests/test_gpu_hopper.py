@@ -637,9 +637,11 @@ NEVER_RELEASED = ("pipeline.cuh", "ptx::barrier_arrive(empty[at.stage]);", "")
 NEVER_RELEASED_BY_WARP = ("pipeline.cuh", "arrive_by_warp(ring.empty[at.stage]);", "")
 TOO_MANY_BYTES = (
     "wgmma_forward_copies.cuh",
-    "ring.announce(at, Tile::kBytes);",
-    "ring.announce(at, 2 * Tile::kBytes);",
+    "ring.announce(at, Rows::kBytes);",
+    "ring.announce(at, 2 * Rows::kBytes);",
 )
+
+WATCHED_MISTAKES = (TOO_MANY_BYTES, NEVER_RELEASED, NEVER_RELEASED_BY_WARP)
 
 CALLS = """
 import cupy, cufa

@@ -40,14 +40,14 @@ __device__ inline void attend(Consumer& consumer, Walk walk) {
     turns.wait();
     consumer.issue_scores(s);
     turns.pass();
-    consumer.make_weights(p, s, walk.key, walk.masked());
+    consumer.make_weights(p, s, walk.first_key(), walk.masked());
     for (walk.advance(); !walk.at_end(); walk.advance()) {
         turns.wait();
         consumer.issue_output(last, p);
         consumer.issue_scores(s);
         turns.pass();
         consumer.add_output<1>(last);
-        consumer.make_weights(p, s, walk.key, walk.masked());
+        consumer.make_weights(p, s, walk.first_key(), walk.masked());
     }
     turns.wait();
     consumer.issue_output(last, p);

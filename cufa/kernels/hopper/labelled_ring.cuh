@@ -36,3 +36,36 @@ struct TileLabels<Stages, true> {
 // A ring of such tiles; without a mask or a mask_mod there are no labels.
 template <int Stages>
 struct LabelledRing : Ring<Stages>, TileLabels<Stages, kKeyMask> {};
+
+// The walk over the tiles of a group, of those who receive them.
+template <int Stages>
+struct LabelledTiles {
+    LabelledRing<Stages>& ring;
+    const RingPosition<Stages>& at;  // of the tile
+    int head, tile;
+    bool cut, last, ended;
+
+    // `none` says that the group has no tiles.
+    __device__ LabelledTiles(LabelledRing<Stages>& ring, const RingPosition<Stages>& at, bool none)
+        : ring(ring), at(at), ended(none) {
+        if (!ended) receive();
+    }
+
+    __device__ bool at_end() const { return ended; }
+    __device__ bool masked() const { return cut; }
+    // Call it once `at` is the position of the next tile.
+    __device__ void advance() {
+        ended = last;
+        if (!ended) receive();
+    }
+
+  private:
+    __device__ void receive() {
+        ring.wait_full(at);
+        const TileLabel label = ring.label_at(at);
+        head = label.head;
+        tile = label.tile;
+        cut = label.cut;
+        last = label.last;
+    }
+};

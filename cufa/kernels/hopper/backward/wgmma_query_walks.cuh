@@ -128,34 +128,10 @@ struct SeenQueryWalk {
 
 // The walk of those who receive the tiles.
 template <class Tiles, int Stages>
-struct LabelledQueryWalk {
-    LabelledRing<Stages>& ring;
-    const RingPosition<Stages>& at;  // of the tile
+struct LabelledQueryWalk : LabelledTiles<Stages> {
     const Tiles& tiles;
-    int head, tile;
-    bool cut, last, ended;
 
     __device__ LabelledQueryWalk(LabelledRing<Stages>& ring, const RingPosition<Stages>& at,
                                  const Tiles& tiles)
-        : ring(ring), at(at), tiles(tiles), ended(tiles.begin >= tiles.end) {
-        if (!ended) receive();
-    }
-
-    __device__ bool at_end() const { return ended; }
-    __device__ bool masked() const { return cut; }
-    // Call it once `at` is the position of the next tile.
-    __device__ void advance() {
-        ended = last;
-        if (!ended) receive();
-    }
-
-  private:
-    __device__ void receive() {
-        ring.wait_full(at);
-        const TileLabel label = ring.label_at(at);
-        head = label.head;
-        tile = label.tile;
-        cut = label.cut;
-        last = label.last;
-    }
+        : LabelledTiles<Stages>(ring, at, tiles.begin >= tiles.end), tiles(tiles) {}
 };

@@ -83,6 +83,7 @@ struct RangeWalk {
 
     __device__ explicit RangeWalk(const Keys& keys) : keys(keys), key(keys.begin) {}
     __device__ bool at_end() const { return key >= keys.end; }
+    __device__ int first_key() const { return key; }
     __device__ bool masked() const { return keys.masked(key); }
     __device__ void advance() { key += kBlockN; }
     __device__ TileLabel label() const { return {}; }  // none is needed
@@ -119,31 +120,9 @@ struct SeenWalk {
 };
 
 // The same for those who receive the tiles.
-struct LabelledWalk {
-    LabelledRing<kStages>& ring;
-    const RingPosition<kStages>& at;  // of the tile
-    bool cut, last, ended;
-    int key;
-
+struct LabelledWalk : LabelledTiles<kStages> {
     __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at,
                             const Keys& keys)
-        : ring(ring), at(at), ended(keys.begin >= keys.end) {
-        if (!ended) receive();
-    }
-    __device__ bool at_end() const { return ended; }
-    __device__ bool masked() const { return cut; }
-    // Call it once `at` is the position of the next tile.
-    __device__ void advance() {
-        ended = last;
-        if (!ended) receive();
-    }
-
-  private:
-    __device__ void receive() {
-        ring.wait_full(at);
-        const TileLabel label = ring.label_at(at);
-        key = label.tile * kBlockN;
-        cut = label.cut;
-        last = label.last;
-    }
+        : LabelledTiles(ring, at, keys.begin >= keys.end) {}
+    __device__ int first_key() const { return tile * kBlockN; }
 };

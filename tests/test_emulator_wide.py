@@ -242,7 +242,7 @@ def test_shares_of_keys(rng, tiles, dims, sizes, sets):
             check(case, tiles)
 
 
-def test_groups_of_threads_wait_for_each_others_parts(rng, tmp_path):
+def test_warps_wait_for_each_others_parts(rng, tmp_path):
     folder = planted(tmp_path, "merged_parts.cuh", "= merged; __syncthreads();", "= merged;")
     case = draw_case(rng, "float16", (), seqlen_q=100, seqlen_k=230, **sizes_of((512, 512)))
     with pytest.raises(EmulatorError, match=r"race|no thread has written"):

@@ -17,11 +17,11 @@ template <int Cols>
 using WgmmaSums = float[Cols / 2];
 // The first of a warp's 16 rows in its warpgroup's 64, the first of a thread's two rows, which are
 // eight apart, and the first of its two columns in each eight.
-__device__ inline int row_of_warp() {
-    return threadIdx.x % kWarpgroup / 32 * 16;
+__device__ inline int row_of_warp(unsigned int thread = threadIdx.x) {
+    return thread % kWarpgroup / 32 * 16;
 }
-__device__ inline int row_of_thread() {
-    return row_of_warp() + threadIdx.x % 32 / 4;
+__device__ inline int row_of_thread(unsigned int thread = threadIdx.x) {
+    return row_of_warp(thread) + thread % 32 / 4;
 }
 __device__ inline unsigned int col_of_thread() {
     return threadIdx.x % 4 * 2;

@@ -118,8 +118,8 @@ class PartMerger {
     // parts.
     __device__ void merge_rows(WorkTile work, const Parts& parts, int columns, int rows) const {
         auto& of_warps = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().of_warps;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        auto merged = merged_columns<1, kWarps>(parts, warp, columns, rows * 32 + lane);
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = rows * 32 + lane;
+        auto merged = merged_columns<1, kWarps>(parts, warp, columns, thread);
         __syncthreads();  // what was there has been read
         of_warps[warp][lane] = merged;
         __syncthreads();
@@ -128,13 +128,12 @@ class PartMerger {
 #pragma unroll
         for (int i = 0; i < kWarps - 1; ++i) others[i] = of_warps[1 + i][lane];
         merged.add(others);
-        work.first_row += rows * kRowsOfWarp;
+        work.first_row += row_of_warp(thread);
         store(merged, work, columns);
     }
 
   private:
     static constexpr int kLoadsAtOnce = kSharesKeys ? 8 : 4;  // of four sums
-    static constexpr int kRowsOfWarp = kWgmmaM / kWarps;
 
     // Of every Step-th part, the columns of the thread with that number.
     template <int Count, int Step>
@@ -159,11 +158,11 @@ class PartMerger {
     __device__ void load(MergedColumns<Count>& to, const PartToMerge<Dims>& part, int columns,
                          int thread) const {
         const auto& sums = part.of_warpgroups[columns / kColumns].sums;
-        const int row = thread / 32 * kRowsOfWarp + thread % 32 / 4;
 #pragma unroll
         for (int i = 0; i < Count; ++i) to.sums[i] = sums[columns % kColumns + i][thread];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) to.softmax.rows[half] = part.rows[row + 8 * half];
+        for (int half = 0; half < 2; ++half)
+            to.softmax.rows[half] = part.rows[row_of_thread(thread) + 8 * half];
     }
 
     template <int Count>

@@ -72,14 +72,7 @@ def test_no_spill_of_latent_attention(features, tiles):
 def test_no_spill_of_latents_in_8_bits(features, dtype):
     of_keys = None if dtype == FLOAT8 else FLOAT8
     call = replace(LATENT, dtype=dtype, kv_dtype=of_keys, features=FEATURES[features])
-    plan = make_plan(call, H200, NAME)
-    warnings = jit.build(plan.variant).warnings
-    if plan.tiles["shares"] == 1:
-        assert warnings == ()
-    # The walk through a share: some words, once per tile of queries.
-    assert all(
-        re.fullmatch(rf"{NAME}: \d\d? bytes spill stores, \d\d? bytes spill loads", w) for w in warnings
-    )
+    assert jit.build(make_plan(call, H200, NAME).variant).warnings == ()
 
 
 @pytest.mark.sampled(3)

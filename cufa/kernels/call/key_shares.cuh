@@ -74,22 +74,11 @@ struct KeyShare {
     int begin, end;
 };
 
-// The line in up to `most` shares.
-template <class Line>
-struct KeyShares : Line {
-    __device__ KeyShares(const ForwardParams& params, int most)
-        : Line{params}, sequences(params.sizes.batch, Line{params}) {
-        all = sequences.count();
-        shares = min(most, all);
-    }
+// All rounds in up to `most` shares, of which the first have one more if these cannot be equal.
+struct EqualShares {
+    int all, shares;
 
-    // The place of a round, which must exist.
-    __device__ RoundPlace at(int round) const {
-        const auto [batch, number] = sequences.at(round);
-        const SequenceRounds sequence = Line::of_sequence(batch);
-        const int of_tile = Line::kWithoutKeys + sequence.rounds_of_tile;
-        return {batch, number / of_tile, number % of_tile - Line::kWithoutKeys, sequence};
-    }
+    __device__ EqualShares(int all, int most) : all(all), shares(min(most, all)) {}
 
     __device__ KeyShare share(int number) const {
         if (number >= shares) return {all, all};
@@ -98,15 +87,34 @@ struct KeyShares : Line {
 
     // The share that has a round.
     __device__ int share_of(int round) const {
-        return static_cast<int>(((round + 1ll) * shares - 1) / all);
+        const int rounds = all / shares, longer = all % shares;
+        const int in_longer = longer * (rounds + 1);
+        if (round < in_longer) return round / (rounds + 1);
+        return longer + (round - in_longer) / rounds;
     }
 
   private:
-    const SequenceLine<Line> sequences;
-    int all, shares;
-
-    // all * share / shares, without its 64-bit product
     __device__ int first_of(int share) const {
-        return all / shares * share + all % shares * share / shares;
+        return share * (all / shares) + min(share, all % shares);
+    }
+};
+
+// The line in up to `most` shares.
+template <class Line>
+struct KeyShares : Line {
+    const SequenceLine<Line> sequences;
+    const EqualShares equal;
+
+    __device__ KeyShares(const ForwardParams& params, int most)
+        : Line{params},
+          sequences(params.sizes.batch, Line{params}),
+          equal(sequences.count(), most) {}
+
+    // The place of a round, which must exist.
+    __device__ RoundPlace at(int round) const {
+        const auto [batch, number] = sequences.at(round);
+        const SequenceRounds sequence = Line::of_sequence(batch);
+        const int of_tile = Line::kWithoutKeys + sequence.rounds_of_tile;
+        return {batch, number / of_tile, number % of_tile - Line::kWithoutKeys, sequence};
     }
 };

@@ -26,7 +26,7 @@ __device__ inline ShareParts& parts_of_block(const ForwardParams& params, int bl
 template <class Attend>
 __device__ inline void attend_share(const ForwardParams& params, const Attend& attend) {
     const Shares shares(params, gridDim.x);
-    const KeyShare share = shares.share(blockIdx.x);
+    const KeyShare share = shares.equal.share(blockIdx.x);
     if (share.begin == share.end) return;
     ShareParts& parts = parts_of_block(params, blockIdx.x);
     RoundPlace place = shares.at(share.begin);
@@ -58,7 +58,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
 __device__ inline void merge_share(const ForwardParams& params) {
     const int blocks = gridDim.x / kMergeBlocks, block = blockIdx.x % blocks;
     const Shares shares(params, blocks);
-    const KeyShare share = shares.share(block);
+    const KeyShare share = shares.equal.share(block);
     if (share.begin == share.end) return;
     const RoundPlace last = shares.at(share.end - 1);
     const int first_round = share.end - 1 - last.round;
@@ -74,7 +74,7 @@ __device__ inline void merge_share(const ForwardParams& params) {
     };
     if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
     merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
-               shares.share_of(end_round - 1) - block + 1, parts_of_row,
+               shares.equal.share_of(end_round - 1) - block + 1, parts_of_row,
                [&](int row, MergedRow merged) {
                    write_row(merged, params, work.sequence, work.head(row), work.query(row));
                });

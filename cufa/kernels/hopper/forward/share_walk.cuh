@@ -35,17 +35,8 @@ class ShareWalk {
     using Line = RoundLine<KeyHeadsInLine, BlockN, 1, kTileInKeys / BlockN>;
 
   public:
-    __device__ explicit ShareWalk(const ForwardParams& call) : call(call) {
-        const KeyShares<Line> all(call, shares());
-        left = all.share(blockIdx.x % shares());
-        if (left.begin == left.end) return;
-        const RoundPlace first = all.at(left.begin);
-        const int without_keys = max(-first.round, 0);
-        skip(without_keys);
-        if (left.begin == left.end) return;
-        place = first;
-        place.round += without_keys;
-    }
+    __device__ explicit ShareWalk(const ForwardParams& call)
+        : ShareWalk(call, KeyShares<Line>(call, shares(call.sizes))) {}
 
     // The tiles of the share come one after the other, whatever the index.
     __device__ Work at(unsigned int) {
@@ -69,26 +60,38 @@ class ShareWalk {
     }
 
   private:
-    __device__ int row_tiles() const { return ceil_div(call.sizes.seqlen_q, BlockM); }
-    __device__ int shares() const { return gridDim.x / (group_of(call.sizes) * row_tiles()); }
+    __device__ ShareWalk(const ForwardParams& call, const KeyShares<Line>& line)
+        : call(call), equal(line.equal), left(equal.share(blockIdx.x % shares(call.sizes))) {
+        if (left.begin == left.end) return;
+        const RoundPlace first = line.at(left.begin);
+        const int without_keys = max(-first.round, 0);
+        skip(without_keys);
+        if (left.begin == left.end) return;
+        place = first;
+        place.round += without_keys;
+    }
+
+    __device__ static int row_tiles(const Sizes& sizes) { return ceil_div(sizes.seqlen_q, BlockM); }
+    __device__ static int shares(const Sizes& sizes) {
+        return gridDim.x / (group_of(sizes) * row_tiles(sizes));
+    }
 
     // The block's tile of those that begin side by side.
     __device__ Work tile() const {
-        const int number = blockIdx.x / shares(), head = number / row_tiles();
+        const int number = blockIdx.x / shares(call.sizes), head = number / row_tiles(call.sizes);
         const int kv_head = place.tile;
         return {Sequence(call, place.batch), kv_head * group_of(call.sizes) + head, kv_head,
-                number % row_tiles() * BlockM};
+                number % row_tiles(call.sizes) * BlockM};
     }
 
     // At the end, so that the first tile need not wait for it.
     __device__ void leave_to_merge() const {
         TileToMerge last{Work::none(), 0, 0};
         if (place.batch >= 0 && place.round < place.sequence.rounds_of_tile) {
-            const KeyShares<Line> all(call, shares());
             const int begin = left.end - place.round, end = begin + place.sequence.rounds_of_tile;
-            const int first = all.share_of(begin);
-            last = {tile(), all.share_of(end - 1) - first + 1,
-                    static_cast<int>(blockIdx.x) % shares() - first};
+            const int first = equal.share_of(begin);
+            last = {tile(), equal.share_of(end - 1) - first + 1,
+                    static_cast<int>(blockIdx.x) % shares(call.sizes) - first};
         }
         if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = last;
     }
@@ -96,6 +99,7 @@ class ShareWalk {
     __device__ void skip(int rounds) { left.begin = min(left.begin + rounds, left.end); }
 
     const ForwardParams& call;
+    const EqualShares equal;
     KeyShare left;
     RoundPlace place{-1};  // where it begins; in the end, where the share does
 };

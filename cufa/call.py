@@ -213,6 +213,8 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, options.layout)
     out = output_shape(problem, options.layout)
+    if problem.features.mod_arrays:
+        problem = _with_adjacent_elements(problem, tensors)
     features = problem.features
     axes = tensor_axes(options.layout, features.packed)
     key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
@@ -260,6 +262,12 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
         copied=(*[names[place] for place in layout.scattered], *scattered),
         side=side,
     )
+
+
+def _with_adjacent_elements(problem: Problem, tensors: tuple[Described, ...]) -> Problem:
+    """The problem that knows of which arrays of functions elements along the last axis are adjacent."""
+    adjacent = {name for name, _, strides, dtype in tensors if strides and strides[-1] == dtype.itemsize}
+    return replace(problem, features=problem.features.with_adjacent(adjacent))
 
 
 def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:

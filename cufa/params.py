@@ -35,8 +35,10 @@ _SIZES = {"forward": struct.Struct("=7i"), "backward": struct.Struct("=7i4x")}
 # each other tile, the number of work items.
 _PLACES = struct.Struct(f"={MOST_PARTS_OF_HEAD * PART_PLACE_BYTES}s")
 _PARTING = struct.Struct("=3i")
-# Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them.
+# Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them. Kernels
+# have indices of elements in 32 bits, and add to them what an index differs by within a tile.
 _INT64 = struct.Struct("=q")
+_FARTHEST_ELEMENT = MAX_EXTENT - 2**16
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
 # Softcap, kept_scale, seed, offset, kept_carry.
@@ -183,8 +185,10 @@ def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
         array = side[name]
         strides = [stride // array.itemsize for stride in array.strides]
         reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
-        if reach > MAX_EXTENT:
-            raise ValueError(f"{name} reaches over {reach + 1} elements; it may over {MAX_EXTENT}")
+        if reach > _FARTHEST_ELEMENT:
+            raise ValueError(
+                f"{name} reaches over {reach + 1:,} elements; it may over {_FARTHEST_ELEMENT + 1:,}"
+            )
         packed += b"".join(map(_INT64.pack, (array.address, *strides)))
     first = 0
     for name in problem.features.differentiated_arrays:

@@ -145,7 +145,15 @@ class Features:
     def mod_arrays(self) -> tuple[str, ...]:
         """The arrays that `score_mod` and `mask_mod` read, by the names they have in a call."""
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
-        return tuple(name for mod in written for name, _, _ in mod.arrays)
+        return tuple(array.name for mod in written for array in mod.arrays)
+
+    def with_adjacent(self, names: Collection[str]) -> Features:
+        """The same where these arrays of functions have adjacent elements along the last axis."""
+        return replace(
+            self,
+            score_mod=self.score_mod and self.score_mod.with_adjacent(names),
+            mask_mod=self.mask_mod and self.mask_mod.with_adjacent(names),
+        )
 
     @property
     def differentiated_arrays(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from cufa.traced.expression import (
     names_in,
     symbol,
 )
-from cufa.traced.header import Written, cpp_bool, field_name, function_of, header_of
+from cufa.traced.header import ReadArray, Written, cpp_bool, field_name, function_of, header_of
 
 _Array: TypeAlias = npt.NDArray[Any]
 
@@ -99,7 +99,7 @@ class _Mod:
     def written(self) -> Written:
         """What a kernel is compiled with; raises TypeError if the function cannot be traced."""
         arrays = [
-            (name, len(array.shape), _ELEMENT_TYPES[dtype_of(array).name])
+            ReadArray(name, len(array.shape), _ELEMENT_TYPES[dtype_of(array).name])
             for name, array in self.named_arrays.items()
         ]
         asked = names_in(self.expression)
@@ -248,7 +248,7 @@ class ScoreMod(_Mod):
     @functools.cached_property
     def written_with_gradients(self) -> Written:
         """What a backward is compiled with that also computes the gradients of the arrays."""
-        differentiated = tuple(array for array in self.written.arrays if array[0] in self.differentiable)
+        differentiated = tuple(array for array in self.written.arrays if array.name in self.differentiable)
         slopes = self.element_slopes
         return replace(
             self.written,

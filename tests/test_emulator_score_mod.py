@@ -130,10 +130,17 @@ def see_blocks(b, h, q_idx, kv_idx, of_blocks):
     return (q_idx // 40 + b) % 2 == of_blocks[kv_idx // 24]
 
 
+def add_by_distance(score, b, h, q_idx, kv_idx, table):
+    """Elements at constants from each other, in two axes of a table and in one."""
+    distance = q_idx - kv_idx + 150
+    return score + table[h % 2, distance, 1] * table[1, 300 - (distance - 1), 1 - h % 2] - table[0, kv_idx, 0]
+
+
 @pytest.mark.parametrize(
     ("features", "functions", "block_n"),
     [
         (("window", "softcap"), ("shape_score",), 128),
+        (("packed",), ("add_by_distance",), 64),
         (("packed", "causal"), ("shape_score", "see_documents"), 16),
         (("causal",), ("shape_score", "see_documents"), 32),
         (("seqused_k", "sink"), ("see_documents",), 16),
@@ -151,6 +158,7 @@ def test_hopper_forward(rng, mods, features, functions, block_n):
     own = {
         "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
         "add_distance": ScoreMod(add_distance, rng.random(4)),
+        "add_by_distance": ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2))),
         "see_documents": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
         "see_blocks": MaskMod(see_blocks, np.arange(20) % 2),
     }
@@ -184,6 +192,8 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
         ("bwd_4_wgmma", ("packed", "causal"), 72, 128, ("shape_score", "see_documents")),
         ("bwd_4_wgmma", ("packed", "causal", "softcap"), 64, 64, ("add_learnt",)),
         ("bwd_4_wgmma", ("seqused_k", "window"), 192, 40, ("add_learnt", "see_documents")),
+        ("bwd_4_wgmma", (), 64, 64, ("add_by_distance",)),
+        ("bwd_4_wgmma", ("packed", "causal"), 128, 128, ("add_by_distance",)),
         ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
         ("bwd_5_wgmma_wide", ("packed", "mask"), 192, 192, ("shape_score", "see_documents")),
         ("bwd_5_wgmma_wide", ("seqused_k", "window"), 256, 256, ("add_relative", "see_documents")),
@@ -199,12 +209,13 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
         "add_learnt": ScoreMod(
             add_learnt, table, rng.standard_normal(110).astype(np.float16), rng.standard_normal(150)
         ),
+        "add_by_distance": ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2))),
     }
     case.numbers["score_mod"] = score_mods[functions[0]]
     if "see_documents" in functions:
         of_keys = np.repeat([[0, 1], [3, 2]], 8, axis=1)  # the block has 128 of them
         case.numbers["mask_mod"] = MaskMod(see_documents, np.array([[0, 1, 0], [2, 2, 1]]), of_keys)
-    if "add_learnt" in functions:
+    if functions[0] in ("add_learnt", "add_by_distance"):
         case = replace(case, gradients=(*case.gradients, "score_mod"))
     cases.hide_nan(case)
     with np.errstate(invalid="ignore"):

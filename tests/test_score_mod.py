@@ -13,7 +13,10 @@ from tolerance import DTYPES, assert_attention
 
 import cufa
 from cufa.kernels import KERNELS
+from cufa.params import pack_features
+from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod, ScoreMod, header, mods_of
+from cufa.tensor_layout import Region
 
 
 def random_mods(rng: np.random.Generator) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def test_constants_are_part_of_the_kernel_and_arrays_are_not() -> None:
 def test_header_says_what_functions_compute() -> None:
     mod = ScoreMod(lambda s, b, h, i, j, x: s * x[h, j], np.zeros((4, 5), np.float16))
     text = header(mod.written, None)
-    assert "ArrayOf<float16, 2> score_mod_0;" in text
+    assert "ArrayOf<float16, 2, false> score_mod_0;" in text
     assert "return true;" in text
     arguments = "acc_t score, int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
     assert text.count(f"(const ModArrays& arrays, {arguments})") == 2
@@ -238,6 +241,40 @@ def test_header_says_what_a_function_adds(function, adds, looks_up) -> None:
     text = header(ScoreMod(function, np.zeros((4, 5), np.float32)).written, None)
     assert f"kScoreModAdds = {str(adds).lower()};" in text
     assert f"kScoreModLooksUp = {str(looks_up).lower()};" in text
+
+
+def test_header_says_which_arrays_have_adjacent_elements() -> None:
+    """Whether they do is part of the kernel: it reads them at constants from few addresses."""
+    q, table = np.empty((2, 300, 4, 64), np.float16), np.zeros((4, 600), np.float32)
+    texts = []
+    for array in (table, table[::-1], table[:, ::2], table.T.copy().T):
+        mods = {
+            "score_mod": ScoreMod(lambda s, b, h, i, j, x: s + x[h, i - j + 299], array),
+            "mask_mod": MaskMod(lambda b, h, i, j, x: x[h, j] > 0, array),
+        }
+        plan = cufa.plan(q, q, q, **mods, arch="sm_90a")
+        texts.append(dict(plan.headers)["scores/score_mod.cuh"])
+        adjacent = str(array.strides[-1] == 4).lower()
+        assert all(f"ArrayOf<float32, 2, {adjacent}> {name}_0;" in texts[-1] for name in mods)
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+
+
+def test_arrays_whose_elements_are_too_far_apart_are_refused() -> None:
+    """Kernels have 32 bits for an index."""
+    farthest = 2**31 - 1 - 2**16
+    mod = ScoreMod(lambda s, b, h, i, j, x: s + x[i, j], np.zeros((2, 1), np.float32))
+    problem = Problem(
+        "forward", "float16", *(1, 2, 2, 1, 1, 64, 64), features=Features(score_mod=mod.written)
+    )
+    for sign in (1, -1):
+        side = {"score_mod[0]": Region(0, (2, 1), (4 * sign * farthest, 4), 4)}
+        assert pack_features(problem, side)
+        side = {"score_mod[0]": Region(0, (2, 1), (4 * sign * (farthest + 1), 4), 4)}
+        with pytest.raises(
+            ValueError, match=r"^score_mod\[0\] reaches over 2,147,418,113 elements; it may over"
+        ):
+            pack_features(problem, side)
 
 
 def test_header_says_with_what_elements_change() -> None:

@@ -74,7 +74,11 @@ class Lines:
     def _operand(self, operand: Expression, of: Expression) -> str:
         """The name of an operand where `of` is computed; some operations take a SplitIndex directly."""
         name = self._names[id(operand)]
-        takes_indices = id(of) in self._indices or (of.operation == "cast" and of.kind == "float")
+        takes_indices = (
+            id(of) in self._indices
+            or of.operation == "element"
+            or (of.operation == "cast" and of.kind == "float")
+        )
         return f"int({name})" if id(operand) in self._indices and not takes_indices else name
 
     def _makes_index(self, node: Expression) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cufa.traced.code import write
 from cufa.traced.expression import Expression
@@ -14,24 +16,41 @@ FIELD_BYTES = 8  # of an address, a stride or a length
 _PLACE_ARGUMENTS = "int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
 
 
-@dataclass(frozen=True)
-class Written:
-    """A traced function in CUDA C++: the arrays it reads, by their names in a call, and its functions.
+class ReadArray(NamedTuple):
+    """An array that a function reads: its name in a call, its number of axes and its element type.
 
-    Each array comes with its number of axes and its element type. `of_heads` says whether the result may
-    differ between heads, `of_batches` between sequences of the batch, `looks_up` whether arrays are read at
-    indices that change from score to score. `differentiated` are the arrays whose gradients are requested,
-    `elements` the number of their elements that a score reads; `changing_with_query` are the elements that
-    differ for another query, `changing_with_key` for another key. `element_slopes` is the body of a function
-    for the derivative of a score by each; `slopes_ask_score` says whether it depends on the score.
+    `adjacent` says that elements along the last axis are known to be adjacent in memory.
     """
 
-    arrays: tuple[tuple[str, int, str], ...]
+    name: str
+    ndim: int
+    element: str
+    adjacent: bool = False
+
+    @property
+    def field(self) -> str:
+        """The name of the array's field in C++."""
+        return field_name(self.name)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A traced function in CUDA C++: the arrays it reads, and its functions.
+
+    `of_heads` says whether the result may differ between heads, `of_batches` between sequences of the batch,
+    `looks_up` whether arrays are read at indices that change from score to score. `differentiated` are the
+    arrays whose gradients are requested, `elements` the number of their elements that a score reads;
+    `changing_with_query` are the elements that differ for another query, `changing_with_key` for another key.
+    `element_slopes` is the body of a function for the derivative of a score by each; `slopes_ask_score` says
+    whether it depends on the score.
+    """
+
+    arrays: tuple[ReadArray, ...]
     functions: str
     of_heads: bool
     of_batches: bool
     looks_up: bool = False
-    differentiated: tuple[tuple[str, int, str], ...] = ()
+    differentiated: tuple[ReadArray, ...] = ()
     elements: int = 0
     changing_with_query: tuple[int, ...] = ()
     changing_with_key: tuple[int, ...] = ()
@@ -41,26 +60,32 @@ class Written:
     @property
     def differentiated_names(self) -> tuple[str, ...]:
         """The names of the differentiated arrays in a call."""
-        return tuple(name for name, _, _ in self.differentiated)
+        return tuple(array.name for array in self.differentiated)
 
     @property
     def array_bytes(self) -> int:
         """Bytes in the kernel's parameters: address and strides; for gradients two numbers and lengths."""
-        of_arrays = sum(1 + ndim for _, ndim, _ in self.arrays)
-        of_gradients = sum(2 + ndim for _, ndim, _ in self.differentiated)
+        of_arrays = sum(1 + array.ndim for array in self.arrays)
+        of_gradients = sum(2 + array.ndim for array in self.differentiated)
         return FIELD_BYTES * (of_arrays + of_gradients)
+
+    def with_adjacent(self, names: Collection[str]) -> Written:
+        """The same for arrays of which those named have adjacent elements along the last axis."""
+        return replace(
+            self, arrays=tuple(array._replace(adjacent=array.name in names) for array in self.arrays)
+        )
 
 
 def header_of(score_mod: Written, mask_mod: Written) -> str:
     """The text of score_mod.cuh for a call with these functions."""
     fields = [
-        f"    ArrayOf<{element}, {ndim}> {field_name(name)};\n"
+        f"    ArrayOf<{array.element}, {array.ndim}, {cpp_bool(array.adjacent)}> {array.field};\n"
         for of_function in (score_mod, mask_mod)
-        for name, ndim, element in of_function.arrays
+        for array in of_function.arrays
     ]
-    differentiated = score_mod.differentiated
     fields += [
-        f"    GradientOf<{element}, {ndim}> d{field_name(name)};\n" for name, ndim, element in differentiated
+        f"    GradientOf<{array.element}, {array.ndim}> d{array.field};\n"
+        for array in score_mod.differentiated
     ]
     parts = (
         '#pragma once\n\n#include "scores/traced.cuh"\n',
@@ -75,7 +100,7 @@ def header_of(score_mod: Written, mask_mod: Written) -> str:
 
 def _of_gradients(score_mod: Written) -> str:
     """The part of the header for the gradients of its arrays."""
-    fields = [f"arrays.d{field_name(name)}" for name, _, _ in score_mod.differentiated]
+    fields = [f"arrays.d{array.field}" for array in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"
     changing = {"query": score_mod.changing_with_query, "key": score_mod.changing_with_key}
     writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)

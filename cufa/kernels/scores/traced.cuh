@@ -29,22 +29,32 @@ __device__ inline SplitIndex operator-(SplitIndex a) {
     return {-a.base, -a.offset};
 }
 
-// An array with any strides, in elements, that spans fewer than 2^31 elements. As in C, indices are
-// not checked.
-template <class T, int Axes>
+__device__ inline SplitIndex split(SplitIndex index) {
+    return index;
+}
+__device__ inline SplitIndex split(int64 index) {
+    return static_cast<int>(index);
+}
+
+// An array with any strides, in elements, that spans fewer elements than int counts, by more than
+// the offsets of an index. If it is Adjacent, the last stride is 1. As in C, indices are not
+// checked.
+template <class T, int Axes, bool Adjacent>
 struct ArrayOf {
     const T* data;
     long long strides[Axes];
 
+    // Scores whose last indices have the same base are read at one address and constants from it.
     template <class... Indices>
     __device__ const T& at(Indices... indices) const {
-        const int of_axes[Axes] = {static_cast<int>(indices)...};
-        int offset = 0;
+        const SplitIndex of_axes[Axes] = {split(indices)...};
+        int base = 0;
 #pragma unroll
-        for (int axis = 0; axis < Axes; ++axis) {
-            offset += of_axes[axis] * static_cast<int>(strides[axis]);
-        }
-        return data[offset];
+        for (int axis = 0; axis + Adjacent < Axes; ++axis)
+            base += int(of_axes[axis]) * static_cast<int>(strides[axis]);
+        if constexpr (!Adjacent) return data[base];
+        const auto& [last_base, last_offset] = of_axes[Axes - 1];
+        return (data + (base + last_base))[last_offset];
     }
 };
 
@@ -65,12 +75,15 @@ struct GradientOf {
     // The index of an element's sum.
     template <class... Indices>
     __device__ int place(Indices... indices) const {
-        const int of_axes[Axes] = {static_cast<int>(indices)...};
-        int place = 0;
+        const SplitIndex of_axes[Axes] = {split(indices)...};
+        int base = 0, offset = 0;
 #pragma unroll
-        for (int axis = 0; axis < Axes; ++axis)
-            place = place * static_cast<int>(lengths[axis]) + of_axes[axis];
-        return static_cast<int>(first) + place;
+        for (int axis = 0; axis < Axes; ++axis) {
+            const int length = static_cast<int>(lengths[axis]);
+            base = base * length + of_axes[axis].base;
+            offset = offset * length + of_axes[axis].offset;
+        }
+        return static_cast<int>(first) + base + offset;
     }
 
     // Rounds the sum at `place`, if it belongs to this array.

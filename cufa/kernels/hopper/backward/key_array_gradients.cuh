@@ -60,8 +60,9 @@ __device__ inline void add_to_array_gradients(PendingSums<2, false>& of_arrays, 
         const int e = at / 2 % 2, half = 1 - at % 2, i = at / 4 * 4 + 2 * half + e;
         if (Masked && !softmax.sees(i, place)) continue;
         ElementSlopes slopes;
-        element_slopes(place.features, 0, place.batch, place.head,
-                       place.first_row + softmax.query + at / 4 * 8 + e, softmax.key[half], slopes);
+        const SplitIndex q_idx(place.first_row + softmax.query, at / 4 * 8 + e);
+        element_slopes(place.features, 0, place.batch, place.head, q_idx,
+                       softmax.template key_at<Masked>(half), slopes);
         of_arrays.add(sums, e, half, slopes, ds[i]);
     }
     if constexpr (any_of_query()) add_to_elements_of_queries<Masked>(sums, ds, softmax, place);

@@ -78,6 +78,13 @@ struct KeySoftmax {
         begin<false>(dp, rows.minus_d);
     }
 
+    // One of a thread's two keys, or the last key of all. Tiles that are not Masked have all keys.
+    template <bool Masked>
+    __device__ SplitIndex key_at(int half) const {
+        if constexpr (Masked) return key[half];
+        return {key[0], half * 8};
+    }
+
     // Finds out which scores of a tile are seen, by the caller's mask or function. The warp's keys
     // begin at `warp_key`.
     __device__ void find_seen(const TilePlace& place, const ScoreRules& rules, int warp_key) {
@@ -289,11 +296,11 @@ struct KeySoftmax {
         if constexpr (kAlibi) shaped.score -= alibi(i, place);
         if constexpr (kScoreMod) {
             const auto& [features, batch, head, first_row] = place;
-            const int row = first_row + query + i / 4 * 8 + i % 2, key = this->key[i % 4 / 2];
-            SplitIndex q_idx = Masked ? min(row, last_row) : row;
-            if (!Masked && !kScoreModLooksUp) q_idx = {first_row + query, i / 4 * 8 + i % 2};
-            shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, key);
-            shaped.score = modified_score(features, shaped.score, batch, head, q_idx, key);
+            SplitIndex q_idx(first_row + query, i / 4 * 8 + i % 2);
+            if (Masked) q_idx = min(int(q_idx), last_row);
+            const SplitIndex kv_idx = key_at<Masked>(i % 4 / 2);
+            shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, kv_idx);
+            shaped.score = modified_score(features, shaped.score, batch, head, q_idx, kv_idx);
             if (Masked && !sees(i, place)) shaped.slope = 0;
         }
         return shaped;

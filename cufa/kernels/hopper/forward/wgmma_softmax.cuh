@@ -89,20 +89,27 @@ __device__ inline float add_alibi(float (&s)[Count], float slope, int distance) 
 }
 
 // Calls modify(score, q_idx, kv_idx) for each of a thread's scores, of rows `row` and row + 8 and
-// of keys from `key` on. Past the ends, where nobody reads scores, functions that look something up
-// get the last row and key.
+// of keys from `key` on.
+template <int Count, class Modify>
+__device__ inline void modify_each(float (&s)[Count], int row, int key, const Modify& modify) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) modify(s[i], {row, i / 2 % 2 * 8}, {key, i / 4 * 8 + i % 2});
+}
+
+// The same for a tile that may extend past the ends, where nobody reads scores: functions that look
+// something up get the last row and key.
 template <int Count, class Modify>
 __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, int key,
                                   const Modify& modify) {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-        SplitIndex q_idx(row, i / 2 % 2 * 8), kv_idx(key, i / 4 * 8 + i % 2);
-        if constexpr (kScoreModLooksUp) {
-            q_idx = min(int(q_idx), mask.seqlen_q - 1);
-            kv_idx = min(int(kv_idx), mask.seqlen_k - 1);
-        }
-        modify(s[i], q_idx, kv_idx);
+    constexpr int kLastRow = 8, kLastKey = 2 * Count - 7;  // from the first
+    const int last_row = mask.seqlen_q - 1, last_key = mask.seqlen_k - 1;
+    if (!kScoreModLooksUp || (row + kLastRow <= last_row && key + kLastKey <= last_key)) {
+        return modify_each(s, row, key, modify);
     }
+    modify_each(s, row, key, [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
+        modify(score, min(int(q_idx), last_row), min(int(kv_idx), last_key));
+    });
+    hold_all(s);  // or both ways would share their reads, at addresses kept in registers
 }
 
 // The keys of a thread's scores in a tile: the first one, and how far after it the key of [i] is.

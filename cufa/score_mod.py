@@ -24,7 +24,7 @@ from cufa.arrays import check_elements
 from cufa.messages import kind_of, shown
 from cufa.problem import dtype_of
 from cufa.traced.code import write_slopes
-from cufa.traced.derivatives import added_terms, derivative, element_derivatives, times
+from cufa.traced.derivatives import added_terms, derivative, element_derivatives, is_of_distance, times
 from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import (
     Expression,
@@ -256,6 +256,7 @@ class ScoreMod(_Mod):
             elements=len(slopes),
             changing_with_query=self._changing_with("q_idx"),
             changing_with_key=self._changing_with("kv_idx"),
+            of_distance=self._of_distance(),
             element_slopes=write_slopes(slopes),
             slopes_ask_score="score" in names_in(*(slope for _, slope in slopes)),
         )
@@ -263,6 +264,10 @@ class ScoreMod(_Mod):
     def _changing_with(self, name: str) -> tuple[int, ...]:
         elements = enumerate(element for element, _ in self.element_slopes)
         return tuple(number for number, element in elements if name in names_in(*element.operands))
+
+    def _of_distance(self) -> tuple[int, ...]:
+        elements = enumerate(element for element, _ in self.element_slopes)
+        return tuple(number for number, element in elements if is_of_distance(element))
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
         """Evaluate the function and its derivatives for these values of its symbols."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cufa.traced.code import write
-from cufa.traced.derivatives import added_terms, derivative, times
+from cufa.traced.derivatives import added_terms, derivative, is_of_distance, times
 from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import TracedArray, apply, in_order, lifted, symbol
 
@@ -194,6 +194,40 @@ def test_products_begin_with_what_stays_the_same():
     assert evaluate(product, {"h": 0.5, "i": -3, "unit": 4.0}) == -6
     assert "= h * unit;" in write(product)
     assert evaluate(times(1.0 * i, unit, {"i"}), {"i": -3, "unit": 4.0}) == -12
+
+
+@pytest.mark.parametrize(
+    ("function", "of_distance"),
+    [
+        (lambda h, i, j, buckets: 5 - (j - (i - 1)), True),
+        (lambda h, i, j, buckets: np.clip(i - j, -4, 4) + h, True),
+        (lambda h, i, j, buckets: buckets[h, abs(i - j).astype(np.int64) + 7], True),
+        (
+            lambda h, i, j, buckets: np.where(i > h, np.log(np.maximum(i - j, 1) / 4.0).astype(np.int32), 0),
+            False,
+        ),
+        (
+            lambda h, i, j, buckets: np.where(
+                i - j > 0, np.log(np.maximum(i - j, 1) / 4.0).astype(np.int32), 0
+            ),
+            True,
+        ),
+        (lambda h, i, j, buckets: (i - j) * 2 + h * (j - i), True),
+        (lambda h, i, j, buckets: i + j, False),
+        (lambda h, i, j, buckets: i - 2 * j + j, False),
+        (lambda h, i, j, buckets: (i + j) % 3, False),
+        (lambda h, i, j, buckets: buckets[i, j], False),
+        (lambda h, i, j, buckets: i - i + h, False),
+        (lambda h, i, j, buckets: lifted(3), False),
+    ],
+)
+def test_what_depends_on_the_distance_alone(function, of_distance):
+    """Those are the same along diagonals; where this is not recognised, sums are only slower."""
+    h, i, j = (symbol(name, "int32") for name in ("h", "q_idx", "kv_idx"))
+    assert (
+        is_of_distance(lifted(function(h, i, j, TracedArray("buckets", "int32", 2, "buckets"))))
+        == of_distance
+    )
 
 
 def test_terms_of_long_sums_are_found_at_once():

@@ -1,8 +1,9 @@
-"""Derivatives of traced expressions, and the terms of sums."""
+"""Derivatives of traced expressions, the terms of sums, and what expressions depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import operator
+from collections.abc import Callable, Sequence, Set
 
 from cufa.traced.code import Lines
 from cufa.traced.expression import OPERATIONS, Expression, in_order, lifted, names_in
@@ -38,6 +39,42 @@ def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expr
         else:
             known[id(node)] = OPERATIONS[node.operation].slope(node, operands)
     return known[id(expression)]
+
+
+# How much a result grows if operands grow so much. Comparisons stay the same if both do alike.
+_STEPS: dict[str, Callable[..., int | None]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "negative": operator.neg,
+    **dict.fromkeys(
+        ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"),
+        lambda a, b: 0 if a == b else None,
+    ),
+}
+
+
+def is_of_distance(expression: Expression) -> bool:
+    """Whether the expression depends on q_idx and kv_idx, but only by their difference.
+
+    Then it is the same for all scores of a diagonal. Some such expressions are not recognised.
+    """
+    # How much each node grows if q_idx and kv_idx grow by 1; None if this is not known.
+    steps: dict[int, int | None] = {}
+    for node in in_order(expression):
+        operands = [steps[id(operand)] for operand in node.operands]
+        steps[id(node)] = _step(node, operands)
+    return steps[id(expression)] == 0 and {"q_idx", "kv_idx"} <= names_in(expression)
+
+
+def _step(node: Expression, operands: Sequence[int | None]) -> int | None:
+    if node.operation == "symbol":
+        return int(node.value in ("q_idx", "kv_idx"))
+    if all(step == 0 for step in operands):
+        return 0
+    known = [step for step in operands if step is not None]
+    if len(known) < len(operands) or node.operation not in _STEPS:
+        return None
+    return _STEPS[node.operation](*known)
 
 
 def added_terms(expression: Expression, name: str) -> list[Expression] | None:

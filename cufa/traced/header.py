@@ -40,7 +40,8 @@ class Written:
     `of_heads` says whether the result may differ between heads, `of_batches` between sequences of the batch,
     `looks_up` whether arrays are read at indices that change from score to score. `differentiated` are the
     arrays whose gradients are requested, `elements` the number of their elements that a score reads;
-    `changing_with_query` are the elements that differ for another query, `changing_with_key` for another key.
+    `changing_with_query` are the elements that differ for another query, `changing_with_key` for another key,
+    and `of_distance` those that differ for another distance of the two, and not otherwise.
     `element_slopes` is the body of a function for the derivative of a score by each; `slopes_ask_score` says
     whether it depends on the score.
     """
@@ -54,6 +55,7 @@ class Written:
     elements: int = 0
     changing_with_query: tuple[int, ...] = ()
     changing_with_key: tuple[int, ...] = ()
+    of_distance: tuple[int, ...] = ()
     element_slopes: str = ""
     slopes_ask_score: bool = False
 
@@ -102,12 +104,16 @@ def _of_gradients(score_mod: Written) -> str:
     """The part of the header for the gradients of its arrays."""
     fields = [f"arrays.d{array.field}" for array in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"
-    changing = {"query": score_mod.changing_with_query, "key": score_mod.changing_with_key}
+    elements = {
+        "changes_with_query": score_mod.changing_with_query,
+        "changes_with_key": score_mod.changing_with_key,
+        "is_of_distance": score_mod.of_distance,
+    }
     writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)
     return (
         f"constexpr bool kArrayGradients = {cpp_bool(bool(fields))};\n"
         f"constexpr int kElements = {score_mod.elements};\n\n"
-        f"{''.join(_changes_with(name, numbers) for name, numbers in changing.items())}"
+        f"{''.join(_is_one_of(name, numbers) for name, numbers in elements.items())}"
         "__device__ inline void element_slopes(const ModArrays& arrays, acc_t score, "
         f"{_PLACE_ARGUMENTS}, ElementSlope* slopes) {{\n{score_mod.element_slopes}}}\n\n"
         f"__device__ inline int array_sums(const ModArrays& arrays) {{\n    return {count};\n}}\n\n"
@@ -116,9 +122,9 @@ def _of_gradients(score_mod: Written) -> str:
     )
 
 
-def _changes_with(name: str, numbers: tuple[int, ...]) -> str:
+def _is_one_of(name: str, numbers: tuple[int, ...]) -> str:
     among = " || ".join(f"element == {number}" for number in numbers) or "false"
-    return f"__device__ constexpr bool changes_with_{name}(int element) {{\n    return {among};\n}}\n\n"
+    return f"__device__ constexpr bool {name}(int element) {{\n    return {among};\n}}\n\n"
 
 
 def cpp_bool(value: bool) -> str:

@@ -26,6 +26,11 @@ __device__ constexpr bool any_of_query() {
         if (is_of_query(i)) return true;
     return false;
 }
+__device__ constexpr bool any_of_distance() {
+    for (int i = 0; i < kElements; ++i)
+        if (is_of_distance(i)) return true;
+    return false;
+}
 
 // A lane's sum that is still to be added to an element's sum.
 struct PendingSum {
@@ -53,11 +58,13 @@ struct PendingSums {
 
     // `gradient` is the gradient of the new score. `of_query` and `of_key` select the sums for
     // elements that depend on the query, and for others.
+    template <bool OfDistances = true>
     __device__ void add(acc_t* sums, int of_query, int of_key, const ElementSlopes& slopes,
                         acc_t gradient) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
             if (!OfQueries && is_of_query(i)) continue;
+            if (!OfDistances && is_of_distance(i)) continue;
             PendingSum& own = of[changes_with_query(i) ? of_query : of_key][i];
             own.add(sums, slopes[i].place, gradient * slopes[i].slope);
         }

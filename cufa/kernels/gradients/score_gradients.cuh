@@ -19,16 +19,18 @@ struct ScoreGradient {
 
 // From the products Q K^T and dO V^T of a row and a key that it sees. `kept` says whether dropout
 // keeps their probability; `exp2` computes powers of 2.
-template <class Exp2>
+template <bool RowInside = false, bool KeyInside = RowInside, class Exp2>
 __device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRules& rules,
-                                               acc_t product, acc_t dp, int row, int key,
-                                               RowStats stats, bool kept) {
-    const acc_t p = exp2.power(rules.score(product, row, key) - stats.lse_log2);
+                                               acc_t product, acc_t dp, SplitIndex row,
+                                               SplitIndex key, RowStats stats, bool kept) {
+    const acc_t p =
+        exp2.power(rules.score<RowInside, KeyInside>(product, row, key) - stats.lse_log2);
     const acc_t scale = !kDropout ? acc_t(1) : kept ? kept_scale(rules.features) : acc_t(0);
     ScoreGradient gradient;
     gradient.p = p * scale;
     gradient.modified = gradient.score = p * (dp * scale - stats.d);
-    if constexpr (kScoreMod) gradient.score *= rules.modified_slope_at(product, row, key);
+    if constexpr (kScoreMod)
+        gradient.score *= rules.modified_slope_at<RowInside, KeyInside>(product, row, key);
     gradient.product = gradient.score * rules.slope(product);
     return gradient;
 }

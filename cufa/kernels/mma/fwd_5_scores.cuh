@@ -85,10 +85,11 @@ class SeenScores {
 };
 
 // Turns products into scores by the call's rules. Scores of keys that a row does not see become
-// -inf.
+// -inf. With Masked, there may be such keys, also past the end.
+template <bool Masked>
 __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
-                             int first_row, int first_key, bool masked) {
-    if (!kShapedScores && !masked) return;
+                             int first_row, int first_key) {
+    if (!kShapedScores && !Masked) return;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -98,11 +99,11 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int row = first_row + row_of(m, half),
-                              key = fragment_col(first_key, n) + e;
+                    const int row = first_row + row_of(m, half);
+                    const SplitIndex key(fragment_col(first_key, 0), n * kMmaN + e);
                     acc_t& score = s[m][n][2 * half + e];
-                    const bool hidden = masked && !of_row.at(n, e);
-                    if constexpr (kScoreMod) score = rules.score(score, row, key);
+                    const bool hidden = Masked && !of_row.at(n, e);
+                    if constexpr (kScoreMod) score = rules.score<false, !Masked>(score, row, key);
                     if (hidden) {
                         score = negative_infinity();
                     } else if constexpr (kShapedScores && !kScoreMod) {
@@ -110,6 +111,14 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                     }
                 }
         }
+}
+__device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
+                             int first_row, int first_key, bool masked) {
+    if (masked) {
+        apply<true>(rules, s, seen, first_row, first_key);
+    } else {
+        apply<false>(rules, s, seen, first_row, first_key);
+    }
 }
 
 // Drops probabilities at random.

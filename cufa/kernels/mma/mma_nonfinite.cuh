@@ -39,7 +39,7 @@ __device__ inline void add_nonfinite(Accumulators<Tiles, Cols>& sums,
         for (int m = 0; m < Tiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int key = tile.row({m, 0, half, 0});
+                const int key = int(tile.row({m, 0, half, 0}));
                 if (!tile.rules.sees(query, key)) continue;
 #pragma unroll
                 for (int n = 0; n < Cols / kMmaN; ++n)

@@ -68,20 +68,24 @@ struct TileOfScores {
     const Place& place;
     int first_row, first_col;
 
-    __device__ int row(Element at) const { return first_row + place.row(at.m, at.half); }
-    __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
-    __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
-    __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
+    __device__ SplitIndex row(Element at) const {
+        return {first_row + place.row(0, 0), at.m * kMmaM + at.half * 8};
+    }
+    __device__ SplitIndex col(Element at) const {
+        return {first_col + place.col(0), at.n * kMmaN + at.e};
+    }
+    __device__ SplitIndex query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
+    __device__ SplitIndex key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
 
     __device__ int first_key() const { return RowsAreKeys ? first_row : first_col; }
 
-    __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
+    __device__ bool sees(Element at) const { return rules.sees(int(query(at)), int(key(at))); }
 
     // The scores of fragments m that dropout keeps.
     using Kept = KeptScores<kColumns / 2, RowsAreKeys>;
     __device__ void draw_kept(Kept& kept, int m) const {
         const Element first = {m, 0, 0, 0};
-        kept.draw(rules.features, rules.matrix, row(first), col(first));
+        kept.draw(rules.features, rules.matrix, int(row(first)), int(col(first)));
     }
 };
 using KeyRows = TileOfScores<true>;
@@ -175,6 +179,8 @@ template <bool Masked, class Tile, class StatsOf, class AddUp>
 __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                                      const SeenScores<Tile>& seen, const StatsOf& stats_of,
                                      const AddUp& add_up) {
+    // A block's own queries may be past the end, whatever masks do.
+    constexpr bool kRowInside = !Masked && Tile::kRowsAreKeys;
     typename Tile::Kept kept[kTiles];
     if constexpr (kDropout) {
 #pragma unroll
@@ -190,14 +196,15 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                 for (int half = 0; half < 2; ++half) {
                     // The second half goes first where this saves work (array_gradients.cuh).
                     const Element at = {m, n, kArrayGradients ? 1 - half : half, e};
-                    const int query = tile.query(at), key = tile.key(at), i = 2 * at.half + e;
+                    const SplitIndex query = tile.query(at), key = tile.key(at);
+                    const int i = 2 * at.half + e;
                     const bool is_seen = !Masked || seen.at(at);
                     ScoreGradient gradient;
                     // Only a bias must not be read where nothing is seen.
                     if (is_seen || !kBias || kScoreMod) {
-                        gradient =
-                            score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i], query,
-                                           key, stats_of(at), kDropout && kept[m].has(4 * n + i));
+                        gradient = score_gradient<kRowInside, !Masked>(
+                            tile.exp2, tile.rules, s[m][n][i], dp[m][n][i], query, key,
+                            stats_of(at), kDropout && kept[m].has(4 * n + i));
                     }
                     if (!is_seen) gradient = {};
                     if (is_seen) add_up(at, s[m][n][i], gradient);

@@ -36,14 +36,18 @@ __device__ inline bool mod_sees(const ModArrays&, int, int, SplitIndex, SplitInd
 }
 
 // Whether the gradients of the arrays are wanted; how many elements a score reads; whether the
-// index of element i depends on the query or the key; the number of sums; the derivatives of the
-// new score by these elements; and the gradient of an element from its sum.
+// index of element i depends on the query or the key, or on nothing but their distance; the number
+// of sums; the derivatives of the new score by these elements; and the gradient of an element from
+// its sum.
 constexpr bool kArrayGradients = false;
 constexpr int kElements = 0;
 __device__ constexpr bool changes_with_query(int) {
     return false;
 }
 __device__ constexpr bool changes_with_key(int) {
+    return false;
+}
+__device__ constexpr bool is_of_distance(int) {
     return false;
 }
 __device__ inline int array_sums(const ModArrays&) {

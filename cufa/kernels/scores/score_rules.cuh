@@ -32,15 +32,17 @@ struct ScoreRules {
         if constexpr (kMaskBits != 0) key_mask = KeyMask(features, sequence.batch, head);
     }
 
-    // The score of a product, in log 2. With a bias, the key must be in the sequence.
-    __device__ acc_t score(acc_t product, int row, int key) const {
+    // The score of a product, in log 2. With a bias, the key must be in the sequence. Here
+    // and below, with RowInside and KeyInside they are known to be in the sequence.
+    template <bool RowInside = false, bool KeyInside = RowInside>
+    __device__ acc_t score(acc_t product, SplitIndex row, SplitIndex key) const {
         if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
         if constexpr (kScoreMod) {
-            const acc_t score = unmodified(product, row, inside_key(key));
-            return modified_score(features, score, batch, head, inside(row), inside_key(key)) *
-                   acc_t(kLog2E);
+            const SplitIndex q_idx = inside<RowInside>(row), kv_idx = inside_key<KeyInside>(key);
+            const acc_t score = unmodified(product, int(row), int(kv_idx));
+            return modified_score(features, score, batch, head, q_idx, kv_idx) * acc_t(kLog2E);
         }
-        return unmodified(product, row, key) * acc_t(kLog2E);
+        return unmodified(product, int(row), int(key)) * acc_t(kLog2E);
     }
 
     // The derivative of a score by the product times the scale.
@@ -51,15 +53,20 @@ struct ScoreRules {
     }
 
     // The derivative of the caller's function by the score that it gets.
-    __device__ acc_t modified_slope_at(acc_t product, int row, int key) const {
-        const acc_t score = unmodified(product, row, inside_key(key));
-        return modified_slope(features, score, batch, head, inside(row), inside_key(key));
+    template <bool RowInside = false, bool KeyInside = RowInside>
+    __device__ acc_t modified_slope_at(acc_t product, SplitIndex row, SplitIndex key) const {
+        const SplitIndex q_idx = inside<RowInside>(row), kv_idx = inside_key<KeyInside>(key);
+        const acc_t score = unmodified(product, int(row), int(kv_idx));
+        return modified_slope(features, score, batch, head, q_idx, kv_idx);
     }
 
     // The derivatives by the array elements that the function reads.
-    __device__ void element_slopes_at(acc_t product, int row, int key, ElementSlope* slopes) const {
-        const acc_t score = unmodified(product, row, inside_key(key));
-        element_slopes(features, score, batch, head, inside(row), inside_key(key), slopes);
+    template <bool RowInside = false, bool KeyInside = RowInside>
+    __device__ void element_slopes_at(acc_t product, SplitIndex row, SplitIndex key,
+                                      ElementSlope* slopes) const {
+        const SplitIndex q_idx = inside<RowInside>(row), kv_idx = inside_key<KeyInside>(key);
+        const acc_t score = unmodified(product, int(row), int(kv_idx));
+        element_slopes(features, score, batch, head, q_idx, kv_idx, slopes);
     }
 
     // Whether the caller's function shows the key to the row. With Inside, neither is past an end.
@@ -118,6 +125,16 @@ struct ScoreRules {
     // need is read once.
     __device__ int inside(int row) const { return min(row, mask.seqlen_q - 1); }
     __device__ int inside_key(int key) const { return min(key, mask.seqlen_k - 1); }
+    template <bool Inside>
+    __device__ SplitIndex inside(SplitIndex row) const {
+        if constexpr (Inside) return row;
+        return inside(int(row));
+    }
+    template <bool Inside>
+    __device__ SplitIndex inside_key(SplitIndex key) const {
+        if constexpr (Inside) return key;
+        return inside_key(int(key));
+    }
 
     // The score before the caller's function. The soft cap is that of Gemma 2 (Gemma Team 2024).
     __device__ acc_t unmodified(acc_t product, int row, int key) const {

@@ -48,6 +48,62 @@ __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<B
     }
 }
 
+// Adds to the gradients of elements that depend on the distance of query and key alone: sums first
+// over all of a warp's scores with the same distance. All of the tile's scores are seen.
+template <int BlockM>
+__device__ inline void add_to_elements_of_distances(PendingSums<2, false>& of_arrays, float* sums,
+                                                    const WgmmaSums<BlockM>& ds,
+                                                    const KeySoftmax<BlockM>& softmax,
+                                                    const TilePlace& place) {
+    constexpr int kEights = BlockM / 8;
+    const int lane = threadIdx.x % 32, key = lane / 4, pair = lane % 4;
+    const auto slopes_at = [&](ElementSlopes& slopes, SplitIndex q_idx, SplitIndex kv_idx) {
+        element_slopes(place.features, 0, place.batch, place.head, q_idx, kv_idx, slopes);
+    };
+    float second_before[kElements] = {}, sum_before[kElements] = {};
+    // Eight queries and eight keys at a time, or two times eight keys with the same distances.
+#pragma unroll
+    for (int eight = -1; eight <= kEights; ++eight) {
+        float of_queries[2][kElements] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (eight + half < 0 || eight + half >= kEights) continue;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int query = (eight + half) * 8 + e;
+                ElementSlopes slopes;
+                slopes_at(slopes, {place.first_row + softmax.query, query},
+                          softmax.template key_at<false>(half));
+#pragma unroll
+                for (int at = 0; at < kElements; ++at)
+                    of_queries[e][at] += ds[query / 8 * 4 + 2 * half + e] * slopes[at].slope;
+            }
+        }
+        // The first of the distances, from a query and a key of the tile.
+        const int query = eight < 0 ? 0 : eight == kEights ? BlockM - 1 : eight * 8;
+        SplitIndex kv_idx = softmax.template key_at<false>(eight < 0);
+        if (eight == kEights && key > 0) kv_idx = kv_idx - 1;
+        ElementSlopes slopes;
+        slopes_at(slopes, {place.first_row, query}, kv_idx);
+#pragma unroll
+        for (int at = 0; at < kElements; ++at) {
+            if (!is_of_distance(at)) continue;
+            // A second query is as far from its key as the first is from the key before, or, of
+            // the first key, from the last one of the next eight.
+            const float second = key == 0 ? second_before[at] : of_queries[1][at];
+            second_before[at] = of_queries[1][at];
+            const float sum = of_queries[0][at] + __shfl_sync(0xffffffffu, second, lane + 4);
+            // Two keys further, the next pair is as far, or is one of the eight before.
+            const float own = key >= 2 * pair ? sum : sum_before[at];
+            sum_before[at] = sum;
+            float of_distance = __shfl_sync(0xffffffffu, own, lane + 8 * pair);
+            of_distance += __shfl_xor_sync(0xffffffffu, of_distance, 1);
+            of_distance += __shfl_xor_sync(0xffffffffu, of_distance, 2);
+            if (pair == 0) of_arrays.of[0][at].add(sums, slopes[at].place, of_distance);
+        }
+    }
+}
+
 // Adds a tile's part to the gradients of the array elements that its scores read. Their slopes must
 // be the same for all scores.
 template <bool Masked, int BlockM>
@@ -63,7 +119,9 @@ __device__ inline void add_to_array_gradients(PendingSums<2, false>& of_arrays, 
         const SplitIndex q_idx(place.first_row + softmax.query, at / 4 * 8 + e);
         element_slopes(place.features, 0, place.batch, place.head, q_idx,
                        softmax.template key_at<Masked>(half), slopes);
-        of_arrays.add(sums, e, half, slopes, ds[i]);
+        of_arrays.template add<Masked>(sums, e, half, slopes, ds[i]);
     }
+    if constexpr (!Masked && any_of_distance())
+        add_to_elements_of_distances(of_arrays, sums, ds, softmax, place);
     if constexpr (any_of_query()) add_to_elements_of_queries<Masked>(sums, ds, softmax, place);
 }

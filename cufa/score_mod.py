@@ -209,7 +209,8 @@ class ScoreMod(_Mod):
         cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, table: score + table[h, q_idx - kv_idx + 511], table)
 
     `cufa.attention` says what the function may do. It is traced at its first use; numbers that it takes from
-    outside are fixed then. Arrays may change from call to call.
+    outside are fixed then. Arrays may change from call to call. Lookups are fastest if the last axis is
+    contiguous and its index is a sum of q_idx, kv_idx and numbers, as above.
 
     Args:
         function: called with (score, b, h, q_idx, kv_idx, *arrays); returns the new score.

@@ -51,6 +51,8 @@ PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("float32", 136, 200, {"causal": True, "deterministic": True}),
     ("float64", 16, 16, {"causal": True}),
     ("float16", 64, 64, {"causal": True, "bias": True}),
+    ("float16", 64, 64, {"score_mod": True}),
+    ("bfloat16", 128, 72, {"causal": True, "score_mod": True}),
     ("float32", 64, 40, {"softcap": 2.0, "bias": True}),
 )
 SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS = 133, 197, 4, 2
@@ -81,11 +83,17 @@ def passes(sanitizer: str, tool: str, kernels: tuple[str, ...]) -> bool:
     return run.returncode == 0
 
 
+def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score + table[h, q_idx - kv_idx + (SEQLEN_K - 1)]
+
+
 def arguments_of(
     dtype: str, head_dim: int, value_dim: int, options: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """q, k and v on the GPU, and the other arguments of the call."""
     import cupy
+
+    import cufa
 
     rng = np.random.default_rng(0)
     heads = ((SEQLEN_Q, HEADS, head_dim), (SEQLEN_K, KV_HEADS, head_dim), (SEQLEN_K, KV_HEADS, value_dim))
@@ -102,8 +110,17 @@ def arguments_of(
     if options.pop("bias", False):
         scores = rng.standard_normal((1, HEADS, SEQLEN_Q, SEQLEN_K))
         options["bias"] = cupy.asarray(scores.astype(dtype))
+    if options.pop("score_mod", False):
+        # As many elements as there are distances: past the ends there are none.
+        table = cupy.asarray(rng.standard_normal((HEADS, SEQLEN_Q + SEQLEN_K - 1)).astype(np.float32))
+        options["score_mod"] = cufa.ScoreMod(by_distance, table)
     tensors = [cupy.asarray(rng.standard_normal((*batch, *shape)).astype(dtype)) for shape in heads]
     return tensors, options
+
+
+def differentiated(options: dict[str, Any]) -> tuple[str, ...]:
+    """What beside q, k and v has a gradient."""
+    return tuple(name for name in ("bias", "score_mod") if name in options)
 
 
 def supported(
@@ -114,8 +131,7 @@ def supported(
 
     for name in kernels:
         kernel = KERNELS[name]
-        gradients = ("bias",) * ("bias" in options)
-        asked = {"backward": True, "gradients": gradients, "deterministic": deterministic}
+        asked = {"backward": True, "gradients": differentiated(options), "deterministic": deterministic}
         if kernel.direction == "forward":
             asked = {}
         try:
@@ -145,7 +161,7 @@ def run_problems(kernels: tuple[str, ...], no_barriers: bool) -> None:
             if KERNELS[name].direction == "forward":
                 cufa.attention(*tensors, **options, kernel=name, return_lse=True)
             else:
-                asked: dict[str, Any] = {"return_dbias": True} if "bias" in options else {}
+                asked: dict[str, Any] = {f"return_d{name}": True for name in differentiated(options)}
                 asked |= options | {"deterministic": deterministic, "kernel": name}
                 cufa.attention_backward(out, *tensors, out, lse, **asked)
         for passes in (2, 3):

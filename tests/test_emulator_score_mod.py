@@ -193,7 +193,8 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
         ("bwd_4_wgmma", ("packed", "causal", "softcap"), 64, 64, ("add_learnt",)),
         ("bwd_4_wgmma", ("seqused_k", "window"), 192, 40, ("add_learnt", "see_documents")),
         ("bwd_4_wgmma", (), 64, 64, ("add_by_distance",)),
-        ("bwd_4_wgmma", ("packed", "causal"), 128, 128, ("add_by_distance",)),
+        ("bwd_4_wgmma", ("sink",), 128, 128, ("add_by_distance",)),
+        ("bwd_4_wgmma", ("packed", "causal"), 96, 96, ("add_by_distance",)),
         ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
         ("bwd_5_wgmma_wide", ("packed", "mask"), 192, 192, ("shape_score", "see_documents")),
         ("bwd_5_wgmma_wide", ("seqused_k", "window"), 256, 256, ("add_relative", "see_documents")),
@@ -258,6 +259,17 @@ def test_gradients_of_arrays(rng, mods, kernel, dtype):
         case.numbers.update(score_mod=learnt(rng, 60), mask_mod=mods["mask_mod"])
         cases.hide_nan(case)
         check_backward(replace(case, gradients=(*case.gradients, "score_mod")), kernel)
+
+
+@pytest.mark.parametrize("features", [(), ("causal",)], ids=["full", "causal"])
+def test_lookups_by_distance(rng, features):
+    """Whole tiles, and tiles that queries or keys end in."""
+    case = cases.draw_case(rng, "float16", features, **LENGTHS, **cases.SIZES)
+    case.numbers["score_mod"] = ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2)))
+    inputs, name = (case.problem.q, case.problem.k, case.problem.v), "fwd_5_mma"
+    out, lse = calls.attention(*inputs, kernel=name, tiles=TILES[name], **case.emulator_forward)
+    assert_attention(out, lse, case.problem, **case.forward)
+    check_backward(replace(case, gradients=("score_mod",)), "bwd_3_mma")
 
 
 def test_packed_sequences_without_queries(rng):

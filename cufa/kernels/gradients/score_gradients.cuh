@@ -18,7 +18,8 @@ struct ScoreGradient {
 };
 
 // From the products Q K^T and dO V^T of a row and a key that it sees. `kept` says whether dropout
-// keeps their probability; `exp2` computes powers of 2.
+// keeps their probability; `exp2` computes powers of 2. RowInside and KeyInside are as in
+// ScoreRules.
 template <bool RowInside = false, bool KeyInside = RowInside, class Exp2>
 __device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRules& rules,
                                                acc_t product, acc_t dp, SplitIndex row,

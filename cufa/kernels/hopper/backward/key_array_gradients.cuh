@@ -48,6 +48,20 @@ __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<B
     }
 }
 
+// Sums over the four lanes of a key: of four values of each, a lane gets the sum of the one with
+// the lane's own number among the four.
+__device__ inline float sum_of_own(const float (&values)[4], int lane) {
+    const bool second = lane & 2, odd = lane & 1;
+    float own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        own[i] = second ? values[2 + i] : values[i];
+        const float other = second ? values[i] : values[2 + i];
+        own[i] += __shfl_xor_sync(0xffffffffu, other, 2);
+    }
+    return (odd ? own[1] : own[0]) + __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[1], 1);
+}
+
 // Adds to the gradients of elements that depend on the distance of query and key alone: sums first
 // over all of a warp's scores with the same distance. All of the tile's scores are seen.
 template <int BlockM>
@@ -55,51 +69,60 @@ __device__ inline void add_to_elements_of_distances(PendingSums<2, false>& of_ar
                                                     const WgmmaSums<BlockM>& ds,
                                                     const KeySoftmax<BlockM>& softmax,
                                                     const TilePlace& place) {
-    constexpr int kEights = BlockM / 8;
+    constexpr int kEights = BlockM / 8, kAtOnce = 4;
     const int lane = threadIdx.x % 32, key = lane / 4, pair = lane % 4;
     const auto slopes_at = [&](ElementSlopes& slopes, SplitIndex q_idx, SplitIndex kv_idx) {
         element_slopes(place.features, 0, place.batch, place.head, q_idx, kv_idx, slopes);
     };
     float second_before[kElements] = {}, sum_before[kElements] = {};
-    // Eight queries and eight keys at a time, or two times eight keys with the same distances.
+    // A lane's distances are multiples of eight from its first. Those of its first eight keys and
+    // of its others are the same, but for one at either end.
 #pragma unroll
-    for (int eight = -1; eight <= kEights; ++eight) {
-        float of_queries[2][kElements] = {};
+    for (int first = -1; first <= kEights; first += kAtOnce) {
+        float of_lanes[kElements][kAtOnce];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (eight + half < 0 || eight + half >= kEights) continue;
+        for (int i = 0; i < kAtOnce; ++i) {
+            float of_queries[2][kElements] = {};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int query = (eight + half) * 8 + e;
-                ElementSlopes slopes;
-                slopes_at(slopes, {place.first_row + softmax.query, query},
-                          softmax.template key_at<false>(half));
+            for (int half = 0; half < 2; ++half) {
+                const int eight = first + i + half;
+                if (eight < 0 || eight >= kEights) continue;
 #pragma unroll
-                for (int at = 0; at < kElements; ++at)
-                    of_queries[e][at] += ds[query / 8 * 4 + 2 * half + e] * slopes[at].slope;
+                for (int e = 0; e < 2; ++e) {
+                    ElementSlopes slopes;
+                    slopes_at(slopes, {place.first_row + softmax.query, eight * 8 + e},
+                              softmax.template key_at<false>(half));
+#pragma unroll
+                    for (int at = 0; at < kElements; ++at)
+                        of_queries[e][at] += ds[eight * 4 + 2 * half + e] * slopes[at].slope;
+                }
+            }
+#pragma unroll
+            for (int at = 0; at < kElements; ++at) {
+                if (!is_of_distance(at)) continue;
+                // A second query is as far from its key as the first is from the key before, or, of
+                // the first key, from the last one of the next eight.
+                const float second = key == 0 ? second_before[at] : of_queries[1][at];
+                second_before[at] = of_queries[1][at];
+                const float sum = of_queries[0][at] + __shfl_sync(0xffffffffu, second, lane + 4);
+                // Two keys further, the next pair is as far, or is one of the eight before.
+                const float own = key >= 2 * pair ? sum : sum_before[at];
+                sum_before[at] = sum;
+                of_lanes[at][i] = __shfl_sync(0xffffffffu, own, lane + 8 * pair);
             }
         }
-        // The first of the distances, from a query and a key of the tile.
-        const int query = eight < 0 ? 0 : eight == kEights ? BlockM - 1 : eight * 8;
-        SplitIndex kv_idx = softmax.template key_at<false>(eight < 0);
-        if (eight == kEights && key > 0) kv_idx = kv_idx - 1;
+        // A query and a key of the tile with the distance whose sum the lane gets. Past the last
+        // distance there is nothing to add.
+        const int of_first_key = (first + pair) * 8;
+        const int query = min(max(of_first_key, 0), BlockM - 1);
+        const int from_own = max(query - of_first_key, -key);
         ElementSlopes slopes;
-        slopes_at(slopes, {place.first_row, query}, kv_idx);
+        slopes_at(slopes, place.first_row + query,
+                  int(softmax.template key_at<false>(0)) + from_own);
 #pragma unroll
         for (int at = 0; at < kElements; ++at) {
             if (!is_of_distance(at)) continue;
-            // A second query is as far from its key as the first is from the key before, or, of
-            // the first key, from the last one of the next eight.
-            const float second = key == 0 ? second_before[at] : of_queries[1][at];
-            second_before[at] = of_queries[1][at];
-            const float sum = of_queries[0][at] + __shfl_sync(0xffffffffu, second, lane + 4);
-            // Two keys further, the next pair is as far, or is one of the eight before.
-            const float own = key >= 2 * pair ? sum : sum_before[at];
-            sum_before[at] = sum;
-            float of_distance = __shfl_sync(0xffffffffu, own, lane + 8 * pair);
-            of_distance += __shfl_xor_sync(0xffffffffu, of_distance, 1);
-            of_distance += __shfl_xor_sync(0xffffffffu, of_distance, 2);
-            if (pair == 0) of_arrays.of[0][at].add(sums, slopes[at].place, of_distance);
+            of_arrays.of[0][at].add(sums, slopes[at].place, sum_of_own(of_lanes[at], pair));
         }
     }
 }

@@ -4,11 +4,13 @@
 // Millions of scores may read one element, and additions to one address are serialized. So a lane
 // keeps its sum for an element until it reaches a score that reads another element. On tensor
 // cores, a lane has pairs of neighbouring queries and two keys eight apart. For elements that
-// depend on the query, such as a relative bias along diagonals, it keeps one sum for each query of
-// the pair and takes the second key first: on the diagonal, the first key follows eight queries
-// later. For other elements it keeps one sum for each key. Elements that depend on the query alone
-// do not recur for a lane's next queries, but other lanes of the warp have the same queries: on
-// Hopper, these lanes add up their sums first.
+// depend on the query it keeps one sum for each query of the pair and takes the second key first:
+// on the diagonal, the first key follows eight queries later. For other elements it keeps one sum
+// for each key. Elements that depend on the distance of query and key alone, such as a relative
+// bias, are the same along diagonals of a warp's scores: its lanes add these up first, in tiles
+// that no mask cuts. Elements that depend on the query alone do not recur for a lane's next
+// queries, but other lanes of the warp have the same queries: on Hopper, these lanes add up their
+// sums first.
 #pragma once
 
 #include "call/grid.cuh"
@@ -77,6 +79,83 @@ struct PendingSums {
             for (int i = 0; i < kElements; ++i) of[own][i].flush(sums);
     }
 };
+
+// Sums over the four lanes of a key: of four values of each, a lane gets the sum of the one with
+// the lane's own number among the four.
+__device__ inline acc_t sum_of_own(const acc_t (&values)[4], int lane) {
+    const bool second = lane & 2, odd = lane & 1;
+    acc_t own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        own[i] = second ? values[2 + i] : values[i];
+        const acc_t other = second ? values[i] : values[2 + i];
+        own[i] += __shfl_xor_sync(0xffffffffu, other, 2);
+    }
+    return (odd ? own[1] : own[0]) + __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[1], 1);
+}
+
+// Adds to the gradients of elements that depend on the distance of query and key alone: sums first
+// over all scores of a warp with the same distance. These are the scores of Queries queries and 16
+// keys; all are seen. A lane has two of each eight queries and two keys, gradient_of(eight, half,
+// e); slopes_at(slopes, q_idx, kv_idx) finds the slopes of elements.
+template <int Queries, int Count, class GradientOf, class SlopesAt>
+__device__ inline void add_to_elements_of_distances(PendingSum (&pending)[Count], acc_t* sums,
+                                                    int first_query, int first_key,
+                                                    const GradientOf& gradient_of,
+                                                    const SlopesAt& slopes_at) {
+    constexpr int kEights = Queries / 8, kAtOnce = 4;
+    const int lane = threadIdx.x % 32, key = lane / 4, pair = lane % 4;
+    acc_t second_before[Count] = {}, sum_before[Count] = {};
+    // A lane's distances are multiples of eight from its first. Those of its two keys are the same,
+    // but for one at either end.
+#pragma unroll
+    for (int first = -1; first <= kEights; first += kAtOnce) {
+        acc_t of_lanes[Count][kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            acc_t of_queries[2][Count] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int eight = first + i + half;
+                if (eight < 0 || eight >= kEights) continue;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    ElementSlopes slopes;
+                    slopes_at(slopes, {first_query + 2 * pair, eight * 8 + e},
+                              {first_key + key, half * 8});
+#pragma unroll
+                    for (int at = 0; at < Count; ++at)
+                        of_queries[e][at] += gradient_of(eight, half, e) * slopes[at].slope;
+                }
+            }
+#pragma unroll
+            for (int at = 0; at < Count; ++at) {
+                if (!is_of_distance(at)) continue;
+                // A second query is as far from its key as the first is from the key before, or, of
+                // the first key, from the last one of the next eight.
+                const acc_t second = key == 0 ? second_before[at] : of_queries[1][at];
+                second_before[at] = of_queries[1][at];
+                const acc_t sum = of_queries[0][at] + __shfl_sync(0xffffffffu, second, lane + 4);
+                // Two keys further, the next pair is as far, or is one of the eight before.
+                const acc_t own = key >= 2 * pair ? sum : sum_before[at];
+                sum_before[at] = sum;
+                of_lanes[at][i] = __shfl_sync(0xffffffffu, own, lane + 8 * pair);
+            }
+        }
+        // A query and a key of the tile with the distance whose sum the lane gets. Past the last
+        // distance there is nothing to add.
+        const int from_first_key = (first + pair) * 8;
+        const int query = min(max(from_first_key, 0), Queries - 1);
+        const int from_own_key = max(query - from_first_key, -key);
+        ElementSlopes slopes;
+        slopes_at(slopes, first_query + query, first_key + key + from_own_key);
+#pragma unroll
+        for (int at = 0; at < Count; ++at) {
+            if (is_of_distance(at))
+                pending[at].add(sums, slopes[at].place, sum_of_own(of_lanes[at], pair));
+        }
+    }
+}
 
 // One thread per element of all arrays.
 template <int Threads>

@@ -56,19 +56,12 @@ struct KeyGradients {
         const auto stats_of = [&](Element score) {
             return smem.rows[at.stage][place.col(score.n) + score.e];
         };
-        const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
-            if constexpr (kArrayGradients) {
-                if (!place.owns_scores()) return;
-                ElementSlopes slopes;
-                head.rules.element_slopes_at(product, tile.query(score), tile.key(score), slopes);
-                of_arrays.add(head.arrays, 2 * score.m + score.e, 2 * score.m + score.half, slopes,
-                              gradient.modified);
-            }
-        };
         if (masked) {
-            differentiate<true>(s, dp, tile, seen, stats_of, add_up);
+            differentiate<true>(s, dp, tile, seen, stats_of, AddToArrays<true>{*this, head, tile});
         } else {
+            const AddToArrays<false> add_up{*this, head, tile};
             differentiate<false>(s, dp, tile, seen, stats_of, add_up);
+            if constexpr (kSumsDiagonals) add_diagonals(dp, head, tile);
         }
         const auto& p = weights_of(s);
         const auto& ds = weights_of(dp);
@@ -120,6 +113,45 @@ struct KeyGradients {
     }
 
   private:
+    // Whether elements that depend on distances alone get sums of diagonals. These are taken from
+    // dS, which must be the gradient of the new scores.
+    static constexpr bool kSumsDiagonals =
+        kArrayGradients && any_of_distance() && !kScoreModSlopes && !kSoftcap;
+
+    // Adds to the gradients of the arrays, score by score. With Masked, not all scores are seen.
+    template <bool Masked>
+    struct AddToArrays {
+        KeyGradients& own;
+        const QueryHead& head;
+        const KeyRows& tile;
+
+        __device__ void operator()(Element at, acc_t product, const ScoreGradient& gradient) const {
+            if constexpr (kArrayGradients) {
+                if (!tile.place.owns_scores()) return;
+                ElementSlopes slopes;
+                head.rules.template element_slopes_at<!Masked>(product, tile.query(at),
+                                                               tile.key(at), slopes);
+                own.of_arrays.template add<Masked || !kSumsDiagonals>(
+                    head.arrays, 2 * at.m + at.e, 2 * at.m + at.half, slopes, gradient.modified);
+            }
+        }
+    };
+
+    __device__ void add_diagonals(const Scores& ds, const QueryHead& head, const KeyRows& tile) {
+        if (!tile.place.owns_scores()) return;
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+            const int first_query = tile.first_col + tile.place.first_col();
+            const int first_key = tile.first_row + tile.place.first_row + m * kMmaM;
+            add_to_elements_of_distances<kColumns>(
+                of_arrays.of[2 * m], head.arrays, first_query, first_key,
+                [&](int eight, int half, int e) { return ds[m][eight][2 * half + e]; },
+                [&](ElementSlopes& slopes, SplitIndex q_idx, SplitIndex kv_idx) {
+                    head.rules.template element_slopes_at<true>(0, q_idx, kv_idx, slopes);
+                });
+        }
+    }
+
     // NaN and infinity are zero in the products. Rows and keys that see them already have NaN from
     // S or dP, except in dV, which gets it afterwards.
     __device__ static void take_out(KeySmem& smem, int stage) {

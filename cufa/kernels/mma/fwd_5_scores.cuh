@@ -89,7 +89,6 @@ class SeenScores {
 template <bool Masked>
 __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
                              int first_row, int first_key) {
-    if (!kShapedScores && !Masked) return;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -116,7 +115,7 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                              int first_row, int first_key, bool masked) {
     if (masked) {
         apply<true>(rules, s, seen, first_row, first_key);
-    } else {
+    } else if constexpr (kShapedScores) {
         apply<false>(rules, s, seen, first_row, first_key);
     }
 }

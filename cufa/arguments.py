@@ -451,9 +451,9 @@ def _features(
     if "score_mod" in options.gradients and not differentiated:
         raise ValueError("the gradient of score_mod is requested, but it reads no array of floats")
     array_sums = sum(math.prod(shapes[name]) for name in differentiated)
-    if array_sums > MAX_EXTENT:
+    if array_sums > MAX_AXIS:
         raise ValueError(
-            f"score_mod's arrays have {array_sums:,} elements; with gradients, at most {MAX_EXTENT:,}"
+            f"score_mod's arrays have {array_sums:,} elements; with gradients, at most {MAX_AXIS:,}"
         )
     return Features(
         window=window,

@@ -22,7 +22,7 @@ from cufa.plan.sizes import (
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
 )
-from cufa.problem import MAX_EXTENT, Problem, four_axes
+from cufa.problem import MAX_AXIS, MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Region
 
 # The structs of params.cuh begin with the tensors, then LSE, workspace, softmax_scale and scale_log2, sizes
@@ -35,10 +35,8 @@ _SIZES = {"forward": struct.Struct("=7i"), "backward": struct.Struct("=7i4x")}
 # each other tile, the number of work items.
 _PLACES = struct.Struct(f"={MOST_PARTS_OF_HEAD * PART_PLACE_BYTES}s")
 _PARTING = struct.Struct("=3i")
-# Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them. Kernels
-# have indices of elements in 32 bits, and add to them what an index differs by within a tile.
+# Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them.
 _INT64 = struct.Struct("=q")
-_FARTHEST_ELEMENT = MAX_EXTENT - 2**16
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
 # Softcap, kept_scale, seed, offset, kept_carry.
@@ -185,10 +183,8 @@ def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
         array = side[name]
         strides = [stride // array.itemsize for stride in array.strides]
         reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
-        if reach > _FARTHEST_ELEMENT:
-            raise ValueError(
-                f"{name} reaches over {reach + 1:,} elements; it may over {_FARTHEST_ELEMENT + 1:,}"
-            )
+        if reach >= MAX_AXIS:
+            raise ValueError(f"{name} reaches over {reach + 1:,} elements; it may over {MAX_AXIS:,}")
         packed += b"".join(map(_INT64.pack, (array.address, *strides)))
     first = 0
     for name in problem.features.differentiated_arrays:

@@ -251,15 +251,16 @@ class ScoreMod(_Mod):
         """What a backward is compiled with that also computes the gradients of the arrays."""
         differentiated = tuple(array for array in self.written.arrays if array.name in self.differentiable)
         slopes = self.element_slopes
+        asks_score = "score" in names_in(*itertools.chain(*slopes))
         return replace(
             self.written,
             differentiated=differentiated,
             elements=len(slopes),
             changing_with_query=self._changing_with("q_idx"),
             changing_with_key=self._changing_with("kv_idx"),
-            of_distance=self._of_distance(),
+            of_distance=() if asks_score else self._of_distance(),
             element_slopes=write_slopes(slopes),
-            slopes_ask_score="score" in names_in(*(slope for _, slope in slopes)),
+            slopes_ask_score=asks_score,
         )
 
     def _changing_with(self, name: str) -> tuple[int, ...]:

@@ -130,17 +130,28 @@ def see_blocks(b, h, q_idx, kv_idx, of_blocks):
     return (q_idx // 40 + b) % 2 == of_blocks[kv_idx // 24]
 
 
-def add_by_distance(score, b, h, q_idx, kv_idx, table):
-    """Elements at constants from each other, in two axes of a table and in one."""
-    distance = q_idx - kv_idx + 150
-    return score + table[h % 2, distance, 1] * table[1, 300 - (distance - 1), 1 - h % 2] - table[0, kv_idx, 0]
+def by_distance(rng, seqlen_q, seqlen_k):
+    """A score_mod that reads elements at constants from each other, along a last axis and another one.
+
+    There are no more elements than distances: past the ends of sequences, there is nothing to read.
+    """
+    farthest = seqlen_q + seqlen_k - 2
+
+    def add(score, b, h, q_idx, kv_idx, table, pairs):
+        distance = q_idx - kv_idx + (seqlen_k - 1)
+        added = pairs[h % 2, distance, 1] * table[1, farthest - distance] + table[h % 2, distance]
+        return score + added - pairs[0, kv_idx, 0]
+
+    tables = rng.standard_normal((2, farthest + 1)), rng.standard_normal((2, farthest + 1, 4))[..., ::2]
+    return ScoreMod(add, *tables)
 
 
 @pytest.mark.parametrize(
     ("features", "functions", "block_n"),
     [
         (("window", "softcap"), ("shape_score",), 128),
-        (("packed",), ("add_by_distance",), 64),
+        (("packed",), ("by_distance",), 64),
+        ((), ("by_distance",), 128),
         (("packed", "causal"), ("shape_score", "see_documents"), 16),
         (("causal",), ("shape_score", "see_documents"), 32),
         (("seqused_k", "sink"), ("see_documents",), 16),
@@ -158,7 +169,7 @@ def test_hopper_forward(rng, mods, features, functions, block_n):
     own = {
         "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
         "add_distance": ScoreMod(add_distance, rng.random(4)),
-        "add_by_distance": ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2))),
+        "by_distance": by_distance(rng, HOPPER_SIZES["seqlen_q"], HOPPER_SIZES["seqlen_k"]),
         "see_documents": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
         "see_blocks": MaskMod(see_blocks, np.arange(20) % 2),
     }
@@ -192,9 +203,9 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
         ("bwd_4_wgmma", ("packed", "causal"), 72, 128, ("shape_score", "see_documents")),
         ("bwd_4_wgmma", ("packed", "causal", "softcap"), 64, 64, ("add_learnt",)),
         ("bwd_4_wgmma", ("seqused_k", "window"), 192, 40, ("add_learnt", "see_documents")),
-        ("bwd_4_wgmma", (), 64, 64, ("add_by_distance",)),
-        ("bwd_4_wgmma", ("sink",), 128, 128, ("add_by_distance",)),
-        ("bwd_4_wgmma", ("packed", "causal"), 96, 96, ("add_by_distance",)),
+        ("bwd_4_wgmma", (), 64, 64, ("by_distance",)),
+        ("bwd_4_wgmma", ("sink",), 128, 128, ("by_distance",)),
+        ("bwd_4_wgmma", ("packed", "causal"), 96, 96, ("by_distance",)),
         ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
         ("bwd_5_wgmma_wide", ("packed", "mask"), 192, 192, ("shape_score", "see_documents")),
         ("bwd_5_wgmma_wide", ("seqused_k", "window"), 256, 256, ("add_relative", "see_documents")),
@@ -210,13 +221,13 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
         "add_learnt": ScoreMod(
             add_learnt, table, rng.standard_normal(110).astype(np.float16), rng.standard_normal(150)
         ),
-        "add_by_distance": ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2))),
+        "by_distance": by_distance(rng, HOPPER_SIZES["seqlen_q"], HOPPER_SIZES["seqlen_k"]),
     }
     case.numbers["score_mod"] = score_mods[functions[0]]
     if "see_documents" in functions:
         of_keys = np.repeat([[0, 1], [3, 2]], 8, axis=1)  # the block has 128 of them
         case.numbers["mask_mod"] = MaskMod(see_documents, np.array([[0, 1, 0], [2, 2, 1]]), of_keys)
-    if functions[0] in ("add_learnt", "add_by_distance"):
+    if functions[0] in ("add_learnt", "by_distance"):
         case = replace(case, gradients=(*case.gradients, "score_mod"))
     cases.hide_nan(case)
     with np.errstate(invalid="ignore"):
@@ -265,11 +276,31 @@ def test_gradients_of_arrays(rng, mods, kernel, dtype):
 def test_lookups_by_distance(rng, features):
     """Whole tiles, and tiles that queries or keys end in."""
     case = cases.draw_case(rng, "float16", features, **LENGTHS, **cases.SIZES)
-    case.numbers["score_mod"] = ScoreMod(add_by_distance, rng.standard_normal((2, 303, 2)))
+    case.numbers["score_mod"] = by_distance(rng, **LENGTHS)
     inputs, name = (case.problem.q, case.problem.k, case.problem.v), "fwd_5_mma"
     out, lse = calls.attention(*inputs, kernel=name, tiles=TILES[name], **case.emulator_forward)
     assert_attention(out, lse, case.problem, **case.forward)
     check_backward(replace(case, gradients=("score_mod",)), "bwd_3_mma")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score, b, h, q_idx, kv_idx, t: score + np.where(score > 0, t[h % 2, q_idx - kv_idx + 52], 0),
+        lambda score, b, h, q_idx, kv_idx, t: (
+            score + t[h % 2, q_idx - kv_idx + 56 + np.clip(4 * score, -4, 4).astype(np.int32)]
+        ),
+    ],
+    ids=["slope", "index"],
+)
+def test_lookups_that_depend_on_the_score(rng, function):
+    """They have a distance, too, but diagonals have no sums of theirs; only some kernels know the scores."""
+    case = cases.draw_case(rng, "float16", (), **LENGTHS, **cases.SIZES)
+    mod = ScoreMod(function, rng.standard_normal((2, 99)))
+    case.numbers["score_mod"] = mod
+    check_backward(replace(case, gradients=("score_mod",)), "bwd_3_mma")
+    assert mod.written_with_gradients.slopes_ask_score
+    assert mod.written_with_gradients.of_distance == ()
 
 
 def test_packed_sequences_without_queries(rng):

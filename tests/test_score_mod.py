@@ -14,7 +14,7 @@ from tolerance import DTYPES, assert_attention
 import cufa
 from cufa.kernels import KERNELS
 from cufa.params import pack_features
-from cufa.problem import Features, Problem
+from cufa.problem import MAX_AXIS, Features, Problem
 from cufa.score_mod import MaskMod, ScoreMod, header, mods_of
 from cufa.tensor_layout import Region
 
@@ -262,7 +262,7 @@ def test_header_says_which_arrays_have_adjacent_elements() -> None:
 
 def test_arrays_whose_elements_are_too_far_apart_are_refused() -> None:
     """Kernels have 32 bits for an index."""
-    farthest = 2**31 - 1 - 2**16
+    farthest = MAX_AXIS - 1
     mod = ScoreMod(lambda s, b, h, i, j, x: s + x[i, j], np.zeros((2, 1), np.float32))
     problem = Problem(
         "forward", "float16", *(1, 2, 2, 1, 1, 64, 64), features=Features(score_mod=mod.written)
@@ -272,7 +272,7 @@ def test_arrays_whose_elements_are_too_far_apart_are_refused() -> None:
         assert pack_features(problem, side)
         side = {"score_mod[0]": Region(0, (2, 1), (4 * sign * (farthest + 1), 4), 4)}
         with pytest.raises(
-            ValueError, match=r"^score_mod\[0\] reaches over 2,147,418,113 elements; it may over"
+            ValueError, match=r"^score_mod\[0\] reaches over 2,147,450,880 elements; it may over"
         ):
             pack_features(problem, side)
 
@@ -389,7 +389,7 @@ def add_slope(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
         ({"score_mod": ScoreMod(add_slope, np.arange(4))}, "but it reads no array of floats"),
         (
             {"score_mod": ScoreMod(add_slope, np.broadcast_to(np.float32(0), 2**31))},
-            "score_mod's arrays have 2,147,483,648 elements; with gradients, at most 2,147,483,647",
+            "score_mod's arrays have 2,147,483,648 elements; with gradients, at most 2,147,450,879",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def is_of_distance(expression: Expression) -> bool:
 
 def _step(node: Expression, operands: Sequence[int | None]) -> int | None:
     if node.operation == "symbol":
-        return int(node.value in ("q_idx", "kv_idx"))
+        return None if node.value == "score" else int(node.value in ("q_idx", "kv_idx"))
     if all(step == 0 for step in operands):
         return 0
     known = [step for step in operands if step is not None]

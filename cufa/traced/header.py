@@ -41,9 +41,10 @@ class Written:
     `looks_up` whether arrays are read at indices that change from score to score. `differentiated` are the
     arrays whose gradients are requested, `elements` the number of their elements that a score reads;
     `changing_with_query` are the elements that differ for another query, `changing_with_key` for another key,
-    and `of_distance` those that differ for another distance of the two, and not otherwise.
+    and `of_distance` those that differ for another distance of the two, and not otherwise, none if any
+    depends on the score.
     `element_slopes` is the body of a function for the derivative of a score by each; `slopes_ask_score` says
-    whether it depends on the score.
+    whether a derivative or what element it is of depends on the score.
     """
 
     arrays: tuple[ReadArray, ...]

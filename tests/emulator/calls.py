@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa.arguments import Options, check_fits, check_scale, make_problem
+from cufa.call import with_adjacent_elements
 from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
@@ -441,6 +442,9 @@ def _plan(
     dtypes = {name: array.dtype for name, array in arrays.items()}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, "bshd")
+    problem = with_adjacent_elements(
+        problem, [(name, x.shape, x.strides, x.dtype) for name, x in arrays.items()]
+    )
     if lies_transposed(problem, (arrays["v"].shape, arrays["v"].strides), LAYOUTS["bshd"]):
         problem = replace(problem, transposed_values=True)
         arrays = {**arrays, "v": arrays["v"].swapaxes(1, 3)}

@@ -7,10 +7,10 @@
 // depend on the query it keeps one sum for each query of the pair and takes the second key first:
 // on the diagonal, the first key follows eight queries later. For other elements it keeps one sum
 // for each key. Elements that depend on the distance of query and key alone, such as a relative
-// bias, are the same along diagonals of a warp's scores: its lanes add these up first, in tiles
-// that no mask cuts. Elements that depend on the query alone do not recur for a lane's next
-// queries, but other lanes of the warp have the same queries: on Hopper, these lanes add up their
-// sums first.
+// bias, are the same along diagonals of a warp's scores: on tensor cores its lanes add these up
+// first, in tiles that no mask cuts. Elements that depend on the query alone do not recur for a
+// lane's next queries, but other lanes of the warp have the same queries: on Hopper, these lanes
+// add up their sums first.
 #pragma once
 
 #include "call/grid.cuh"
@@ -59,7 +59,8 @@ struct PendingSums {
     PendingSum of[Count][kElements > 0 ? kElements : 1];
 
     // `gradient` is the gradient of the new score. `of_query` and `of_key` select the sums for
-    // elements that depend on the query, and for others.
+    // elements that depend on the query, and for others. Without OfDistances, it leaves out those
+    // that add_to_elements_of_distances adds to.
     template <bool OfDistances = true>
     __device__ void add(acc_t* sums, int of_query, int of_key, const ElementSlopes& slopes,
                         acc_t gradient) {
@@ -81,9 +82,9 @@ struct PendingSums {
 };
 
 // Sums over the four lanes of a key: of four values of each, a lane gets the sum of the one with
-// the lane's own number among the four.
-__device__ inline acc_t sum_of_own(const acc_t (&values)[4], int lane) {
-    const bool second = lane & 2, odd = lane & 1;
+// the lane's own number among them.
+__device__ inline acc_t sum_of_own(const acc_t (&values)[4], int number) {
+    const bool second = number & 2, odd = number & 1;
     acc_t own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -97,7 +98,8 @@ __device__ inline acc_t sum_of_own(const acc_t (&values)[4], int lane) {
 // Adds to the gradients of elements that depend on the distance of query and key alone: sums first
 // over all scores of a warp with the same distance. These are the scores of Queries queries and 16
 // keys; all are seen. A lane has two of each eight queries and two keys, gradient_of(eight, half,
-// e); slopes_at(slopes, q_idx, kv_idx) finds the slopes of elements.
+// e); slopes_at(slopes, q_idx, kv_idx) finds the slopes of elements. `pending` are any of the
+// lane's.
 template <int Queries, int Count, class GradientOf, class SlopesAt>
 __device__ inline void add_to_elements_of_distances(PendingSum (&pending)[Count], acc_t* sums,
                                                     int first_query, int first_key,
@@ -109,14 +111,14 @@ __device__ inline void add_to_elements_of_distances(PendingSum (&pending)[Count]
     // A lane's distances are multiples of eight from its first. Those of its two keys are the same,
     // but for one at either end.
 #pragma unroll
-    for (int first = -1; first <= kEights; first += kAtOnce) {
+    for (int first_eight = -1; first_eight <= kEights; first_eight += kAtOnce) {
         acc_t of_lanes[Count][kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             acc_t of_queries[2][Count] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int eight = first + i + half;
+                const int eight = first_eight + i + half;
                 if (eight < 0 || eight >= kEights) continue;
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
@@ -144,7 +146,7 @@ __device__ inline void add_to_elements_of_distances(PendingSum (&pending)[Count]
         }
         // A query and a key of the tile with the distance whose sum the lane gets. Past the last
         // distance there is nothing to add.
-        const int from_first_key = (first + pair) * 8;
+        const int from_first_key = (first_eight + pair) * 8;
         const int query = min(max(from_first_key, 0), Queries - 1);
         const int from_own_key = max(query - from_first_key, -key);
         ElementSlopes slopes;

@@ -113,8 +113,8 @@ struct KeyGradients {
     }
 
   private:
-    // Whether elements that depend on distances alone get sums of diagonals. These are taken from
-    // dS, which must be the gradient of the new scores.
+    // Whether elements that depend on distances alone get sums of diagonals. These are sums of dS,
+    // which must be the gradient of the new scores.
     static constexpr bool kSumsDiagonals =
         kArrayGradients && any_of_distance() && !kScoreModSlopes && !kSoftcap;
 

@@ -8,7 +8,8 @@ using int64 = long long;
 
 // A query's or a key's index, or a sum of such indices, in two parts. `base` is the same for many
 // of a thread's scores; `offset` is a constant where loops are unrolled. So converting it to float
-// is one addition to a base that is converted once.
+// is one addition to a base that is converted once, and elements that it selects have one address
+// and constants from it.
 struct SplitIndex {
     int base, offset;
 
@@ -36,15 +37,15 @@ __device__ inline SplitIndex split(int64 index) {
     return static_cast<int>(index);
 }
 
-// An array with any strides, in elements, that spans fewer elements than int counts, by more than
-// the offsets of an index. If it is Adjacent, the last stride is 1. As in C, indices are not
-// checked.
+// An array with any strides, in elements. If it is Adjacent, the last stride counts as 1. Offsets
+// of elements, also without that of the last index, fit into an int: the host checks this. As in C,
+// indices are not checked.
 template <class T, int Axes, bool Adjacent>
 struct ArrayOf {
     const T* data;
     long long strides[Axes];
 
-    // Scores whose last indices have the same base are read at one address and constants from it.
+    // Elements whose last indices have the same base are read at constants from one address.
     template <class... Indices>
     __device__ const T& at(Indices... indices) const {
         const SplitIndex of_axes[Axes] = {split(indices)...};
@@ -76,14 +77,12 @@ struct GradientOf {
     template <class... Indices>
     __device__ int place(Indices... indices) const {
         const SplitIndex of_axes[Axes] = {split(indices)...};
-        int base = 0, offset = 0;
+        int row = 0;
 #pragma unroll
-        for (int axis = 0; axis < Axes; ++axis) {
-            const int length = static_cast<int>(lengths[axis]);
-            base = base * length + of_axes[axis].base;
-            offset = offset * length + of_axes[axis].offset;
-        }
-        return static_cast<int>(first) + base + offset;
+        for (int axis = 0; axis < Axes - 1; ++axis)
+            row = (row + int(of_axes[axis])) * static_cast<int>(lengths[axis + 1]);
+        const auto& [base, offset] = of_axes[Axes - 1];
+        return static_cast<int>(first) + row + base + offset;
     }
 
     // Rounds the sum at `place`, if it belongs to this array.

@@ -48,8 +48,8 @@ __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<B
     }
 }
 
-// Adds a tile's part to the gradients of the array elements that its scores read. Their slopes must
-// be the same for all scores.
+// Adds a tile's part to the gradients of the array elements that its scores read. Neither their
+// slopes nor their indices depend on scores.
 template <bool Masked, int BlockM>
 __device__ inline void add_to_array_gradients(PendingSums<2, false>& of_arrays, float* sums,
                                               const WgmmaSums<BlockM>& ds,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -359,6 +359,7 @@ def attention_backward(
     dv: Any = None,
     dbias: Any = None,
     dsink: Any = None,
+    dscore_mod: Sequence[Any] | None = None,
     workspace: Any = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
@@ -410,6 +411,8 @@ def attention_backward(
         dv: the same for v.
         dbias: the same for the bias, contiguous; it is then also returned.
         dsink: the same for the sink.
+        dscore_mod: the same for the arrays of score_mod: a tuple as it is returned, in which None stands for
+            an array to allocate, too.
         workspace: scratch memory for the kernels, `cufa.plan(..., backward=True).workspace_bytes` bytes.
         kernel: a backward rung of the ladder instead of the fastest.
         tiles: sizes of that kernel's tiles, as in `attention`.
@@ -437,10 +440,11 @@ def attention_backward(
         gradients["dsink"] = dsink
         of_features += ("sink",)
     mods = mods_of(score_mod, mask_mod)
-    of_arrays: tuple[str | None, ...] = ()
-    if return_dscore_mod:
+    of_arrays: list[tuple[str | None, Any]] = []
+    if return_dscore_mod or dscore_mod is not None:
         of_features += ("score_mod",)
-        of_arrays = mods.array_gradients
+        of_arrays = mods.array_gradients(dscore_mod)
+    named_of_arrays = {name: output for name, output in of_arrays if name is not None}
     asked = _asked(
         *(causal, window, values, layout, precision, mods, deterministic, of_features),
         max_seqlen_q=max_seqlen_q,
@@ -458,10 +462,11 @@ def attention_backward(
         "seqused_k": seqused_k,
         **mods.arrays,
         **gradients,
+        **named_of_arrays,
     }
     call = Call("backward", required | _given(optional), asked, backend)
     scale = _scale_of(call.problem, softmax_scale, values)
-    for name in (*gradients, *filter(None, of_arrays)):
+    for name in (*gradients, *named_of_arrays):
         call.want(name)
 
     if call.on_gpu:
@@ -474,12 +479,12 @@ def attention_backward(
         written = call.in_bshd("dq", "dk", "dv")
         optional = {name: call.tensors[name] for name in GRADIENT_ARRAYS if name in call.tensors}
         side = cpu_options(call, scale, values, mods) | optional
-        dscore_mod = {name[1:]: call.tensors[name] for name in filter(None, of_arrays)}
-        cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), dscore_mod=dscore_mod, **side)
+        sums = {name[1:]: call.tensors[name] for name in named_of_arrays}
+        cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), dscore_mod=sums, **side)
     results = tuple([call.give_back(name, given) for name, given in gradients.items()])
-    if not return_dscore_mod:
+    if "score_mod" not in of_features:
         return results
-    return *results, tuple([name and call.give_back(name, None) for name in of_arrays])
+    return *results, tuple([name and call.give_back(name, output) for name, output in of_arrays])
 
 
 @untraced

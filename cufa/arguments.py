@@ -559,6 +559,8 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
     for name in ("q", "k", "v", "bias", "sink"):
         if name in shapes:
             expected[f"d{name}"] = Wanted(shapes[name], dtypes[name])
+    for name in problem.features.differentiated_arrays:
+        expected[f"d{name}"] = Wanted(shapes[name], dtypes[name])
     for name, wanted in expected.items():
         if name in shapes:
             check_array(name, shapes[name], dtypes.get(name), wanted)

@@ -236,10 +236,11 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     names = TENSORS[direction]
     axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
     layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
+    beside = _BESIDE_TENSORS | {f"d{name}" for name in features.differentiated_arrays}
     scattered = [
         name
         for name, shape, strides, dtype in tensors
-        if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
+        if name in beside and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
     ]
     read = {
         name: (shape, None if name in scattered else strides, dtype)

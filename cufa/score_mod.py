@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa.arrays import check_elements
-from cufa.messages import kind_of, shown
+from cufa.messages import counted, kind_of, shown
 from cufa.problem import dtype_of
 from cufa.traced.code import write_slopes
 from cufa.traced.derivatives import added_terms, derivative, element_derivatives, is_of_distance, times
@@ -73,8 +73,8 @@ class _Mod:
     def __init__(self, function: Callable[..., Any], *arrays: Any) -> None:
         if not callable(function):
             raise TypeError(f"{self.name}'s function is {shown(function)}; it must be a function")
-        self.function = function
-        self.arrays = arrays
+        self._function = function
+        self._arrays = arrays
         for number, array in enumerate(arrays):
             check_elements(f"array {number} of {self.name}", array)
             if not (hasattr(array, "shape") and hasattr(array, "dtype")):
@@ -84,6 +84,16 @@ class _Mod:
             if dtype_of(array).name not in _ELEMENT_TYPES:
                 allowed = ", ".join(_ELEMENT_TYPES)
                 raise TypeError(f"array {number} of {self.name} has dtype {array.dtype}; it may be {allowed}")
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function, which is traced once."""
+        return self._function
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the function reads."""
+        return self._arrays
 
     def __repr__(self) -> str:
         """The function's name, and the dtypes and shapes of its arrays."""
@@ -119,7 +129,7 @@ class _Mod:
         ]
         try:
             return lifted(self.function(*symbols, *arrays))
-        except (TypeError, AttributeError, IndexError, RecursionError) as error:
+        except (TypeError, AttributeError, LookupError, RecursionError) as error:
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             reason = str(error)
             if len(frames) == 1:  # The call itself failed; no line of the function ran.
@@ -157,7 +167,7 @@ class _Mod:
         """A copy that computes in this dtype and reads the arrays in `named`, by their names in a call."""
         other = copy.copy(self)
         other.floats = floats
-        other.arrays = tuple(named[name] for name in self.named_arrays)
+        other._arrays = tuple(named[name] for name in self.named_arrays)
         return other
 
     @property
@@ -209,7 +219,8 @@ class ScoreMod(_Mod):
         cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, table: score + table[h, q_idx - kv_idx + 511], table)
 
     `cufa.attention` says what the function may do. It is traced at its first use; numbers that it takes from
-    outside are fixed then. Arrays may change from call to call. Lookups are fastest if the last axis is
+    outside are fixed then. What arrays hold may change from call to call; for other arrays, make another
+    ScoreMod of the same function, which uses the same kernels. Lookups are fastest if the last axis is
     contiguous and its index is a sum of q_idx, kv_idx and numbers, as above.
 
     Args:
@@ -353,13 +364,30 @@ class Mods:
         """The arrays of both, by name."""
         return {name: x for mod in self.by_name.values() for name, x in mod.named_arrays.items()}
 
-    @property
-    def array_gradients(self) -> tuple[str | None, ...]:
-        """For each array of the score_mod, its gradient's name in a call; None if it has no gradient."""
+    def array_gradients(self, outputs: Any = None) -> list[tuple[str | None, Any]]:
+        """For each array of the score_mod, its gradient's name in a call and where to write it, or None.
+
+        `outputs` has an entry for each. Arrays that are not of floats have no gradient, so no name. Raises
+        TypeError or ValueError if the outputs are of other arrays.
+        """
         if self.score_mod is None:
-            return ()
-        differentiable = self.score_mod.differentiable
-        return tuple(f"d{name}" if name in differentiable else None for name in self.score_mod.named_arrays)
+            return []
+        named, differentiable = self.score_mod.named_arrays, self.score_mod.differentiable
+        if outputs is None:
+            outputs = [None] * len(named)
+        if not isinstance(outputs, (tuple, list)):
+            raise TypeError(
+                f"dscore_mod is {kind_of(outputs)}; it may be a tuple of arrays, as it is returned"
+            )
+        if len(outputs) != len(named):
+            has = f"dscore_mod has {counted(len(outputs), 'entry', 'entries')}"
+            raise ValueError(f"{has}; score_mod has {counted(len(named), 'array')}")
+        gradients: list[tuple[str | None, Any]] = []
+        for name, output in zip(named, outputs, strict=True):
+            if name not in differentiable and output is not None:
+                raise ValueError(f"d{name} is given, and {name} has {named[name].dtype}; it must be None")
+            gradients.append((f"d{name}" if name in differentiable else None, output))
+        return gradients
 
     @functools.cached_property
     def written(self) -> tuple[Written | None, Written | None]:

@@ -158,7 +158,10 @@ def test_sums_of_indices_are_written_in_two_parts():
     text = write(np.where((i - j) % 5 == 0, score, (i * j) // 2))
     assert "const SplitIndex t0 = i - j;" in text
     assert "remainder_of(int(t0), (5))" in text
-    assert "int(i) * int(j)" in text
+    assert "product_of(int(i), int(j))" in text
+    text = write(score * (i + 2**30 - 5))
+    assert "const SplitIndex t0 = i + (1073741824);" in text
+    assert "const int t1 = difference_of(int(t0), (5));" in text
 
 
 def test_integers_are_rounded_before_what_floats_do_as_well():
@@ -319,6 +322,11 @@ def test_integers_of_64_bits():
         (lambda x, i, t: x + BITS, r"cufa\.ScoreMod\(function, slopes\)"),
         (lambda x, i, t: x * t, r"an element, as in slopes\[h\]"),
         (lambda x, i, t: sum(t), "t is iterated over"),
+        (
+            lambda x, i, t: t[i, i + t.shape[1]],
+            "t has no lengths when the function is traced; take them from",
+        ),
+        (lambda x, i, t: t[i, i + len(t)], "t has no lengths when the function is traced; take them from"),
         (lambda x, i, t: t[i], "2 axes and is read with 1"),
         (lambda x, i, t: t[i, i:], r"t is sliced; read an element, as in slopes\[h\]"),
         (lambda x, i, t: t[..., i], "t is sliced"),

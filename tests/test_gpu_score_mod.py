@@ -6,7 +6,7 @@ import feature_cases as cases
 import numpy as np
 import pytest
 from gpu_calls import on_gpu, skip_unless_it_runs_here, tensors
-from test_emulator_score_mod import add_learnt, learnt, see, shape_score
+from test_emulator_score_mod import add_learnt, by_distance, learnt, see, shape_score
 from tolerance import assert_attention, assert_gradients
 
 import cufa
@@ -127,6 +127,34 @@ def test_gradients_of_arrays_on_hopper(cupy, rng, backward, dims, draw_on_hopper
         "mask_mod": cufa.MaskMod(see, np.sort(rng.integers(0, 3, (2, 400)), axis=1)),
     }
     check(cupy, case, mods, HOPPER[0], backward)
+
+
+@pytest.mark.parametrize("features", [(), ("packed", "causal")], ids=["full", "packed"])
+@pytest.mark.parametrize(
+    ("forward", "backward", "dtype", "head_dim"),
+    [(*HOPPER, 64), (*HOPPER, 128), (*KERNELS[1], 64), (*KERNELS[2], 64)],
+)
+def test_lookups_by_distance(cupy, rng, forward, backward, dtype, head_dim, features):
+    """In tiles that lie inside, and in others."""
+    lengths = {"seqlen_q": 403, "seqlen_k": 530}
+    case = cases.draw_case(rng, dtype, features, **lengths, head_dim=head_dim)
+    case = replace(case, gradients=("score_mod",))
+    check(cupy, case, {"score_mod": by_distance(rng, **lengths)}, forward, backward)
+
+
+def test_gradients_of_arrays_where_one_wants_them(cupy, rng):
+    case = cases.draw_case(rng, "float16", (), **SIZES)
+    q, k, v, dout = tensors(cupy, case)
+    mod = cufa.ScoreMod(add_learnt, *(cupy.asarray(x) for x in (rng.random((2, 9)), *rng.random((2, 400)))))
+    out, lse = cufa.attention(q, k, v, score_mod=mod, return_lse=True)
+    given = (dout, q, k, v, out, lse)
+    *_, expected = cufa.attention_backward(*given, score_mod=mod, return_dscore_mod=True)
+    outputs = cupy.full((2, 9), np.nan), None, cupy.full(800, np.nan)[::2]
+    *_, gradients = cufa.attention_backward(*given, score_mod=mod, dscore_mod=outputs)
+    assert gradients[0] is outputs[0]
+    assert gradients[2] is outputs[2]
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        cupy.testing.assert_allclose(gradient, wanted, rtol=1e-3, atol=1e-3 * float(abs(wanted).max()))
 
 
 @pytest.mark.parametrize(("backward", "dims"), [*OF_HOPPER, ("bwd_5_wgmma_wide", (256, 256))])

@@ -369,6 +369,7 @@ class Foreign:
         (lambda s, b, h, i, j: s + Foreign()[h], r"only integers are valid indices \(got Expression\)"),
         (lambda s, b, h, i, j: (i - j).abs(), "'Expression' object has no attribute 'abs'"),
         (lambda s, *_: round(s), ".*__round__ method"),
+        (lambda s, b, h, i, j: {0: s}[h], r"Expression\(.*\)"),
     ],
 )
 def test_errors_of_others_are_followed_by_what_can_be_traced(function: Any, reason: str) -> None:
@@ -412,6 +413,80 @@ def test_an_array_that_is_not_differentiated_has_gradient_0(arrays: list[Any]) -
         np.testing.assert_array_equal(gradient, np.zeros_like(array))
 
 
+def test_arrays_are_those_that_were_traced() -> None:
+    mod = ScoreMod(add_slope, np.zeros(4, np.float32))
+    with pytest.raises(AttributeError):
+        mod.arrays = (np.zeros((4, 4)),)  # type: ignore[misc]
+
+
+def test_gradient_of_an_exponent_of_distances(arrays: list[Any]) -> None:
+    """Of 0, too, whose powers are all 0."""
+    q, k, v, dout = arrays
+    exponents = np.array([0.5, 0.7, 1.5, 2])
+
+    def losses(exponents: Any) -> Any:
+        mod = ScoreMod(lambda s, b, h, i, j, p: s - abs(i - j) ** p[h], exponents)
+        out, lse = cufa.attention(q, k, v, score_mod=mod, return_lse=True, backend="numpy")
+        given = (dout, q, k, v, out, lse)
+        *_, gradients = cufa.attention_backward(
+            *given, score_mod=mod, return_dscore_mod=True, backend="numpy"
+        )
+        return (out * dout).sum(axis=(0, 1, 3)), gradients[0]
+
+    _, gradient = losses(exponents)
+    step = 1e-6
+    expected = (losses(exponents + step)[0] - losses(exponents - step)[0]) / (2 * step)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+def shift(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, counts: Any, table: Any) -> Any:
+    return score + slopes[h] * counts[j] + table[h, i - j + 69]
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_gradients_of_arrays_where_one_wants_them(arrays: list[Any], apart: int) -> None:
+    q, k, v, dout = arrays
+    rng = np.random.default_rng(3)
+    tables = rng.random(4).astype(np.float16), np.arange(70, dtype=np.int32), rng.random((4, 140))
+    mod = ScoreMod(shift, *tables)
+    out, lse = cufa.attention(q, k, v, score_mod=mod, return_lse=True, backend="numpy")
+    given = (dout, q, k, v, out, lse)
+    *_, expected = cufa.attention_backward(*given, score_mod=mod, return_dscore_mod=True, backend="numpy")
+    outputs = np.full(4 * apart, np.nan, np.float16)[::apart], None, None
+    *_, gradients = cufa.attention_backward(*given, score_mod=mod, dscore_mod=outputs, backend="numpy")
+    assert gradients[0] is outputs[0]
+    assert gradients[1] is None
+    for gradient, wanted in zip(gradients[::2], expected[::2], strict=True):
+        assert np.any(wanted)
+        np.testing.assert_array_equal(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        (np.zeros(4, np.float16), TypeError, "dscore_mod is a numpy.ndarray; it may be a tuple of arrays"),
+        ([None], ValueError, "dscore_mod has 1 entry; score_mod has 3 arrays"),
+        ((None, np.zeros(70), None), ValueError, r"dscore_mod\[1\] is given, and score_mod\[1\] has int32"),
+        ((np.zeros(4), None, None), TypeError, r"dscore_mod\[0\] has dtype float64; it must be float16"),
+        (
+            (None, None, np.zeros((4, 9))),
+            ValueError,
+            r"dscore_mod\[2\] has shape \(4, 9\); it must be \(4, 140\)",
+        ),
+        ((None, None, np.zeros(140)[None].repeat(4, 0).T.T[:, :1]), ValueError, r"dscore_mod\[2\] has shape"),
+        ((None, None, np.broadcast_to(0.0, (4, 140))), ValueError, r"dscore_mod\[2\] is read-only"),
+    ],
+)
+def test_wrong_places_for_gradients_of_arrays(
+    arrays: list[Any], outputs: Any, error: Any, message: str
+) -> None:
+    q, k, v, dout = arrays
+    mod = ScoreMod(shift, np.ones(4, np.float16), np.arange(70, dtype=np.int32), np.ones((4, 140)))
+    given = (dout, q, k, v, dout, np.zeros((2, 4, 30)))
+    with pytest.raises(error, match=f"^{message}"):
+        cufa.attention_backward(*given, score_mod=mod, dscore_mod=outputs, backend="numpy")
+
+
 def scale(score: Any, b: Any, h: Any, i: Any, j: Any, factors: Any) -> Any:
     return score * factors[h]
 
@@ -421,7 +496,7 @@ def test_plan_of_gradients_of_arrays(function: Any, kernel: str) -> None:
     q = np.empty((2, 300, 4, 64), np.float16)
     options: dict[str, Any] = {"backward": True, "score_mod": ScoreMod(function, np.zeros(4, np.float32))}
     plan = cufa.plan(q, q, q, **options, gradients=("score_mod",), arch="sm_90a")
-    refused = "bwd_4_wgmma does not support dscore_mod where slopes of elements depend on the score"
+    refused = "bwd_4_wgmma does not support dscore_mod where elements or their slopes depend on the score"
     assert (plan.kernel, refused in plan.reasons) == (kernel, kernel == "bwd_3_mma")
     assert plan.launches[-1].entry == "array_gradients"
     assert (plan.scratch[-1].name, plan.scratch[-1].shape) == ("dscore_mod sums", (4,))

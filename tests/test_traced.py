@@ -31,6 +31,12 @@ EXACT = {
     "floor_divide of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << 32) // j,
     "remainder of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << 32) % j,
     "shifts of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << j) >> i,
+    "integers that wrap around": lambda x, y, i, j: (
+        ((i * 1103515245 + 12345) >> 16) ^ abs(j * 2**30 * 2) ^ -(i * j) ^ (2147483647 - j * 3)
+    ),
+    "64 bits that wrap around": lambda x, y, i, j: abs((i.astype(np.int64) << 32) * j - 2**62) * 3 + 2**62,
+    "constants that wrap around": lambda x, y, i, j: (i // 2 + 2**30 + 2**30 < i // 2) * 1.0,
+    "choices of 32 bits": lambda x, y, i, j: np.where(x > y, 2**20, j) * 4096,
     "sign": lambda x, y, i, j: np.sign(x) + 2 * np.sign(y),
     "by a tiny constant": lambda x, y, i, j: x / 1e-39 + y / 1e-300,
     "by a huge constant": lambda x, y, i, j: x / 1e38 - y / 1e300,

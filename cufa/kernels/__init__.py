@@ -235,7 +235,9 @@ class HopperBackward(HopperKernel):
         """As `Kernel.unsupported`."""
         reason = super().unsupported(problem, device)
         if reason is None and problem.features.element_slopes_ask_score:
-            return f"{self.name} does not support dscore_mod where slopes of elements depend on the score"
+            return (
+                f"{self.name} does not support dscore_mod where elements or their slopes depend on the score"
+            )
         if reason is None and problem.features.dropout and problem.features.array_sums:
             return f"{self.name} does not support dropout_p with dscore_mod"
         asks = " and ".join(

@@ -8,6 +8,15 @@ from collections.abc import Iterable, Sequence
 from cufa.traced.expression import OPERATIONS, Expression, Kind, in_order
 
 _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
+# Operations on integers, which wrap around; C++'s own may not overflow.
+_WRAPPING = {
+    "add": "sum_of({}, {})",
+    "subtract": "difference_of({}, {})",
+    "multiply": "product_of({}, {})",
+    "negative": "negative_of({})",
+}
+# The sum of constants in a SplitIndex, which does not wrap around, is at most this.
+_LARGEST_OFFSET = 2**30
 
 
 def write(expression: Expression) -> str:
@@ -41,15 +50,16 @@ class Lines:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
-        self._indices: set[int] = set()
+        self._indices: dict[int, int] = {}  # the sum of a SplitIndex's constants
         self._known: dict[str, str] = {}
 
     def name_of(self, expression: Expression) -> str:
         """The name of an expression's value; may add lines."""
         for node in in_order(expression):
             if id(node) not in self._names:
-                if self._makes_index(node):
-                    self._indices.add(id(node))
+                constants = self._constants_of_index(node)
+                if constants is not None:
+                    self._indices[id(node)] = constants
                 self._names[id(node)] = self._name(node)
         return self._names[id(expression)]
 
@@ -64,10 +74,11 @@ class Lines:
             return str(node.value)
         if node.operation == "constant":
             return _literal(node.value, node.kind)
-        text = _code(node, [self._operand(operand, node) for operand in node.operands])
+        is_index = id(node) in self._indices
+        text = _code(node, [self._operand(operand, node) for operand in node.operands], wraps=not is_index)
         if text not in self._known:
             self._known[text] = f"t{len(self._known)}"
-            cpp_type = "SplitIndex" if id(node) in self._indices else _CPP_TYPES[node.kind]
+            cpp_type = "SplitIndex" if is_index else _CPP_TYPES[node.kind]
             self.lines.append(f"    const {cpp_type} {self._known[text]} = {text};\n")
         return self._known[text]
 
@@ -81,15 +92,23 @@ class Lines:
         )
         return f"int({name})" if id(operand) in self._indices and not takes_indices else name
 
-    def _makes_index(self, node: Expression) -> bool:
-        """Whether C++ has the node as a SplitIndex: a 32-bit symbol, or a sum of these and constants."""
+    def _constants_of_index(self, node: Expression) -> int | None:
+        """If C++ has the node as a SplitIndex, the largest sum of its constants.
+
+        Such are 32-bit symbols and sums of these and constants.
+        """
         if node.kind != "int32":
-            return False
+            return None
         if node.operation in ("add", "subtract", "negative"):
             others = [operand for operand in node.operands if id(operand) not in self._indices]
-            are_constants = all(operand.operation == "constant" for operand in others)
-            return are_constants and len(others) < len(node.operands)
-        return node.operation == "symbol"
+            if len(others) == len(node.operands) or any(
+                operand.operation != "constant" for operand in others
+            ):
+                return None
+            constants = sum(self._indices.get(id(operand), 0) for operand in node.operands)
+            constants += sum(abs(operand.value) for operand in others)
+            return constants if constants <= _LARGEST_OFFSET else None
+        return 0 if node.operation == "symbol" else None
 
 
 def _literal(value: float, kind: Kind) -> str:
@@ -104,11 +123,13 @@ def _literal(value: float, kind: Kind) -> str:
     return f"acc_t({value.hex()})"
 
 
-def _code(node: Expression, operands: Iterable[str]) -> str:
-    """The right side of the node's assignment in C++."""
+def _code(node: Expression, operands: Iterable[str], wraps: bool) -> str:
+    """The right side of the node's assignment in C++; integers wrap around, or are known not to."""
     if node.operation == "cast":
         return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
     if node.operation == "element":
         at = f"arrays.{node.value.name}.at({', '.join(operands)})"
         return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
+    if wraps and node.kind in ("int32", "int64") and node.operation in _WRAPPING:
+        return _WRAPPING[node.operation].format(*operands)
     return OPERATIONS[node.operation].code.format(*operands)

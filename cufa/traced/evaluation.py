@@ -34,7 +34,8 @@ def evaluate_all(
         elif node.operation == "cast":
             known[id(node)] = _as_kind(operands[0], node.kind, floats)
         else:
-            known[id(node)] = OPERATIONS[node.operation].compute(*operands)
+            # np.where of two of Python's numbers, for one, has 64 bits.
+            known[id(node)] = _as_kind(OPERATIONS[node.operation].compute(*operands), node.kind, floats)
     return [known[id(expression)] for expression in expressions]
 
 

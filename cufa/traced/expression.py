@@ -203,6 +203,17 @@ class TracedArray:
     def __iter__(self) -> Any:
         raise TypeError(f"{self.title} is iterated over; read an element, as in slopes[h]")
 
+    def __len__(self) -> int:
+        raise self._has_no_lengths()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Arrays may change from call to call, also in length."""
+        raise self._has_no_lengths()
+
+    def _has_no_lengths(self) -> TypeError:
+        return TypeError(f"{self.title} has no lengths when the function is traced; take them from outside")
+
 
 def symbol(name: str, kind: Kind) -> Expression:
     """An argument of a traced function."""
@@ -358,6 +369,11 @@ def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression,
     return slope
 
 
+def _by_exponent(a: Expression, b: Expression, power: Expression) -> Expression:
+    """The derivative of a power by its exponent; powers of 0 are 0 for all exponents above 0."""
+    return apply("where", (a == 0.0) & (b >= 0.0), 0.0, power * apply("log", a))
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "add": Operation(np.add, "{} + {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, 1.0))),
     "subtract": Operation(np.subtract, "{} - {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, -1.0))),
@@ -374,7 +390,7 @@ OPERATIONS: Mapping[str, Operation] = {
         np.power,
         "power({}, {})",
         _real,
-        _by_partials(lambda a, b, y: (b * apply("power", a, b - 1.0), y * apply("log", a))),
+        _by_partials(lambda a, b, y: (b * apply("power", a, b - 1.0), _by_exponent(a, b, y))),
     ),
     "negative": Operation(np.negative, "-{}", _arithmetic, _by_partials(lambda x, y: (-1.0,))),
     "absolute": Operation(

@@ -163,9 +163,27 @@ template <class T>
 __device__ inline T maximum(T a, T b) {
     return a > b || a != a ? a : b;
 }
+
+// Integers wrap around.
+template <class T>
+__device__ inline T sum_of(T a, T b) {
+    return static_cast<T>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
+}
+template <class T>
+__device__ inline T difference_of(T a, T b) {
+    return static_cast<T>(static_cast<unsigned long long>(a) - static_cast<unsigned long long>(b));
+}
+template <class T>
+__device__ inline T product_of(T a, T b) {
+    return static_cast<T>(static_cast<unsigned long long>(a) * static_cast<unsigned long long>(b));
+}
+template <class T>
+__device__ inline T negative_of(T x) {
+    return difference_of<T>(0, x);
+}
 template <class T>
 __device__ inline T absolute(T x) {
-    return x < 0 ? -x : x;
+    return x < 0 ? negative_of(x) : x;
 }
 __device__ inline float absolute(float x) {
     return fabsf(x);
@@ -200,7 +218,7 @@ __device__ inline T remainder_of(T a, T b) {
 template <class T>
 __device__ inline T floor_divide(T a, T b) {
     if (b == 0) return 0;
-    if (b == -1) return static_cast<T>(0ull - static_cast<unsigned long long>(a));
+    if (b == -1) return negative_of(a);
     return a / b - is_across(a % b, b);
 }
 // After subtracting the remainder, which is exact, the quotient is whole except for rounding.

@@ -103,9 +103,9 @@ __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, 
                                   const Modify& modify) {
     constexpr int kLastRow = 8, kLastKey = 2 * Count - 7;  // from the first
     const int last_row = mask.seqlen_q - 1, last_key = mask.seqlen_k - 1;
-    if (!kScoreModLooksUp || (row + kLastRow <= last_row && key + kLastKey <= last_key)) {
+    const bool inside = row + kLastRow <= last_row && key + kLastKey <= last_key;
+    if (!kScoreModLooksUp || __all_sync(0xffffffffu, inside))
         return modify_each(s, row, key, modify);
-    }
     modify_each(s, row, key, [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
         modify(score, min(int(q_idx), last_row), min(int(kv_idx), last_key));
     });

@@ -80,7 +80,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
         check_place_of_values(given["transposed_values"], given["values_in_keys"])
-        of_scores, of_masks = mods_at(score_mod, mask_mod).written
+        mods = mods_at(score_mod, mask_mod)
+        of_scores, of_masks = mods.written
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
@@ -96,7 +97,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask_mod=of_masks,
             **{name: given.pop(name) for name in _SWITCHES},
         )
-        return command(features=features, **given)
+        contiguous = {name for name, x in mods.arrays.items() if x.strides[-1] == x.itemsize}
+        return command(features=features.with_adjacent(contiguous), **given)
 
     options = [
         click.option("--causal", is_flag=True, help="With a causal mask."),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cufa.cli.options import FeatureOptions
 from cufa.cli.output import Failure
 from cufa.messages import kind_of
@@ -28,7 +30,10 @@ def mods_of(features: FeatureOptions) -> Mods:
 
 @functools.cache
 def mods_at(score_mod: str | None, mask_mod: str | None) -> Mods:
-    """Load the functions at FILE:NAME, each read and traced once; raise Failure if that is not possible."""
+    """Load the functions at FILE:NAME, each read and traced once, with arrays from NumPy.
+
+    Raises Failure if that is not possible.
+    """
     return Mods(
         None if score_mod is None else _traced(ScoreMod, "--score-mod", score_mod),
         None if mask_mod is None else _traced(MaskMod, "--mask-mod", mask_mod),
@@ -44,7 +49,8 @@ def _traced(kind: type[M], option: str, place: str) -> M:
     except OSError as error:
         raise _unreadable(option, place, error) from error
     with _as_script_in(folder):
-        mod = kind(_function(option, place, file, name))
+        found = _found(option, place, file, name)
+        mod = _on_host(found) if isinstance(found, kind) else kind(found)
         try:
             mod.written  # noqa: B018
         except TypeError as error:  # its message says what cannot be traced
@@ -65,15 +71,20 @@ def _as_script_in(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _function(option: str, place: str, file: str, name: str) -> Callable[..., Any]:
+def _on_host(mod: M) -> M:
+    return type(mod)(mod.function, *(x if isinstance(x, np.ndarray) else x.get() for x in mod.arrays))
+
+
+def _found(option: str, place: str, file: str, name: str) -> Callable[..., Any]:
+    """The function or the mod of that name; of mods, only the option's own kind is callable."""
     try:
         found = runpy.run_path(file).get(name)
     except OSError as error:
         raise _unreadable(option, place, error) from error
     except _RAISED as error:
         raise _raised(option, place, error) from error
-    if isinstance(found, (ScoreMod, MaskMod)):
-        raise Failure(f"{option} {place}: it is {kind_of(found)}; name a function, which is given no arrays")
+    if isinstance(found, ScoreMod if option == "--mask-mod" else MaskMod):
+        raise Failure(f"{option} {place}: it is {kind_of(found)}, which is for the other option")
     if not callable(found):
         raise Failure(f"{option} {place}: the file has no function {name!r}")
     function: Callable[..., Any] = found

@@ -234,10 +234,14 @@ def tile_sizes_option(command: Command) -> Command:
 
 MOD_OPTIONS = (
     click.option(
-        "--score-mod", metavar="FILE:NAME", help="Python function f(score, b, h, q_idx, kv_idx): new scores."
+        "--score-mod",
+        metavar="FILE:NAME",
+        help="Python function f(score, b, h, q_idx, kv_idx): new scores; or a cufa.ScoreMod, with arrays.",
     ),
     click.option(
-        "--mask-mod", metavar="FILE:NAME", help="Python function g(b, h, q_idx, kv_idx): True if seen."
+        "--mask-mod",
+        metavar="FILE:NAME",
+        help="Python function g(b, h, q_idx, kv_idx): True if seen; or a cufa.MaskMod, with arrays.",
     ),
 )
 

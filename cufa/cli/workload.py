@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import platform
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ class Workload:
 
     def check(self, host: Arrays, results: Arrays, rng: np.random.Generator) -> check.Check:
         """Compare results with float64. All arrays are from NumPy; `host` has the inputs."""
-        on_host = replace(self, arrays=host)
+        on_host = replace(self, arrays=host, on_gpu=False)
         inputs = {name: host[name] for name in (*TENSORS, "dlse") if name in host}
         with memory_errors():
             return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
@@ -154,9 +155,18 @@ class Workload:
             rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
         if asked.precision != "ieee":
             rules["precision"] = asked.precision
-        rules |= mods_of(asked).by_name
+        rules |= self._mods
         others = (*TENSORS, "dlse")
         return rules | {name: array for name, array in self.arrays.items() if name not in others}
+
+    @functools.cached_property
+    def _mods(self) -> Arrays:
+        """score_mod and mask_mod, with their arrays where the others are."""
+        mods = mods_of(self.features)
+        if not self.on_gpu:
+            return {**mods.by_name}
+        moved = {name: _moved(array) for name, array in mods.arrays.items()}
+        return mods.with_arrays(moved, np.dtype(np.float32))
 
     def _options(self, rung: Rung) -> Arrays:
         """`rules` and the arguments for lengths, layout, kernel and backend."""

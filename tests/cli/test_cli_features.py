@@ -88,6 +88,17 @@ def test_functions_on_scores(mods):
     assert [point["features"] for point in points] == 2 * [["score_mod", "mask_mod"]]
 
 
+def test_functions_that_read_arrays(mods):
+    options = ("--score-mod", f"{mods}:with_arrays")
+    document = run_json("run", *HEADS, *options)
+    assert document["check"]["ok"]
+    assert document["steps"][1]["features"] == ["score_mod"]
+    plan = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80")["forward"]
+    assert plan["kernel"] == "fwd_5_mma"
+    variant, *_ = run_json("compile", "fwd_6_wgmma", "--arch", "sm_90a", *options)["variants"]
+    assert variant["ok"]
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -96,7 +107,7 @@ def test_functions_on_scores(mods):
         (":near", "it is not of the form FILE:NAME"),
         ("{mods}:x:near", "No such file or directory"),
         ("{mods}:number", "the file has no function 'number'"),
-        ("{mods}:with_arrays", "it is a cufa.score_mod.ScoreMod; name a function"),
+        ("{mods}:with_arrays", "it is a cufa.score_mod.ScoreMod, which is for the other option"),
         ("{mods.parent}/broken.py:decay", "ZeroDivisionError: division by zero"),
         ("{mods.parent}/leaving.py:decay", "SystemExit: 3"),
         ("{mods}:leaving", "SystemExit: 4"),

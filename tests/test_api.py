@@ -1079,7 +1079,7 @@ def test_options_are_the_same_everywhere() -> None:
         dict(inspect.signature(function).parameters)
         for function in (cufa.attention, cufa.attention_backward, cufa.plan)
     )
-    gradients = {"dq", "dk", "dv", "dbias", "dsink", "dlse", "deterministic"}
+    gradients = {"dq", "dk", "dv", "dbias", "dsink", "dscore_mod", "dlse", "deterministic"}
     gradients |= {f"return_d{name}" for name in ("bias", "sink", "score_mod")}
     for name, parameter in backward.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in gradients:

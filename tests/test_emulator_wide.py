@@ -233,13 +233,28 @@ def test_parts_of_keys(rng, parts, dims, sets):
     ],
 )
 def test_shares_of_keys(rng, tiles, dims, sizes, sets):
-    """Of fewer tiles of keys than shares, of more, and of none; tiles in few parts and in many."""
+    """Of fewer tiles of keys than shares, of more, and of none."""
     for features in sets:
         for seqlen_k in (20, 230):
             case = draw_case(
                 rng, "float16", features, seqlen_q=70, seqlen_k=seqlen_k, **sizes_of(dims) | sizes
             )
             check(case, tiles)
+
+
+@pytest.mark.parametrize(("shares", "seqlen_k"), [(12, 400), (40, 700)])
+def test_tiles_in_many_shares(rng, shares, seqlen_k):
+    """One sequence has all keys: 6 and 20 shares and more have parts of its tile."""
+    case = draw_case(
+        rng,
+        "float16",
+        ("sink", "seqused_k"),
+        seqlen_q=70,
+        seqlen_k=seqlen_k,
+        **sizes_of((40, 312)) | {"heads": 1, "batch": 2},
+    )
+    case.arrays["seqused_k"][:] = seqlen_k, 0
+    check(case, {"block_n": 16, "shares": shares})
 
 
 def test_warps_wait_for_each_others_parts(rng, tmp_path):

@@ -202,6 +202,13 @@ def test_more_rounds_than_can_be_counted_are_not_shared_out():
         plan_of(many, shares=264)
 
 
+def test_a_sequence_has_no_more_keys_than_its_own_pages():
+    """Only the sum of packed sequences' keys is known otherwise, all of which could be of one sequence."""
+    paged = Features(packed=True, page_size=64, seqused_k=True)
+    call = replace(DECODING, batch=512, seqlen_q=512, seqlen_k=512 * 131072, features=paged)
+    assert plan_of(call).tiles["shares"] == 2 * H200.sm_count
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

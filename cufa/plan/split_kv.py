@@ -162,7 +162,9 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
     chosen = _chosen(problem, device, best)
     # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
     parted = replace(_parted(typical, chosen, device), splits=1)
-    if on_half and _may_share(problem, parted):
+    if not _may_share(problem, parted):
+        parted = replace(parted, shares=1)
+    elif on_half:
         parted = replace(parted, shares=_half(device))
     return _planned(problem, device, replace(chosen, tiles=parted))
 
@@ -251,8 +253,8 @@ def _rounds(problem: Problem, tiles: Tiles, keys: int) -> int:
 
 
 def _may_share(problem: Problem, tiles: Tiles) -> bool:
-    """Whether kernels can count the rounds (key_shares.cuh), even if one sequence has all rows and keys."""
-    return _rounds(problem, tiles, problem.seqlen_k) <= MAX_EXTENT
+    """Whether kernels can count the rounds (key_shares.cuh), even if all rows see as many keys as any may."""
+    return _rounds(problem, tiles, problem.most_keys) <= MAX_EXTENT
 
 
 def price(problem: Problem, device: Device, like: Problem | None = None) -> float:

@@ -96,10 +96,11 @@ class ShareWalk {
         if (threadIdx.x % 32 == 0) tiles_to_merge(call)[blockIdx.x] = last;
     }
 
-    __device__ void skip(int rounds) { left.begin = min(left.begin + rounds, left.end); }
+    __device__ void skip(int rounds) { left.begin += min(rounds, left.end - left.begin); }
 
     const ForwardParams& call;
     const EqualShares equal;
     KeyShare left;
-    RoundPlace place{-1};  // where it begins; in the end, where the share does
+    RoundPlace place{
+        -1};  // of the next work, at last where the share ends; batch -1 without any keys
 };

@@ -7,8 +7,9 @@ the block with the last part merges them (hopper/forward/key_parts.cuh). This is
 2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts,
 or blocks have equal shares of the keys of all tiles (plan/shares.py).
 
-One block has no way to the L2 cache that is wide enough for many parts. So with head dims over 256 a launch
-of its own merges them (hopper/forward/merged_parts.cuh), except under a causal mask.
+One block has no way to the L2 cache that is wide enough for many parts. So with head dims over 256, where
+tiles have more than a few, a launch of its own merges them (hopper/forward/merged_parts.cuh), except under a
+causal mask.
 """
 
 from __future__ import annotations

@@ -282,9 +282,18 @@ def test_what_flash_attn_3_and_4_add(rng, dtype):
     close(compat.flash_attn_func(q, k, v, learnable_sink=sink, **HINTS), exact)
     close(packed(q, k, v, learnable_sink=sink, **HINTS), exact)
     out = np.empty_like(q)
-    result = compat.flash_attn_with_kvcache(q, k, v, learnable_sink=sink, out=out, num_splits=3)
+    result = compat.flash_attn_with_kvcache(q, k, v, learnable_sink=sink, out=out, **HINTS)
     assert result is out
     close(out, exact)
+
+
+def test_descales_of_flash_attn_3(rng):
+    q, k, v = (x.astype("float8_e4m3fn") for x in draw(rng, 6, 9))
+    descales = {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in "qkv"}
+    exact = cufa.attention(q, k, v, **descales)
+    np.testing.assert_array_equal(compat.flash_attn_func(q, k, v, **descales), exact)
+    of_packed = packed(q, k, v, **descales)
+    np.testing.assert_array_equal(of_packed.reshape(exact.shape), exact)
 
 
 def test_flash_attns_output_in_memory_that_is_given(rng):
@@ -544,6 +553,14 @@ def test_flash_attns_cache_in_8_bits(rng, table, dtype):
     np.testing.assert_array_equal(out, expected)
 
 
+def test_keys_in_pages_are_not_all_that_there_is_room_for(rng):
+    q, k, v = draw(rng, 6, 9)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends = np.array([0, 1, 6], np.int32)
+    with pytest.raises(ValueError, match=r"^block_table is given; .* cu_seqlens_k or seqused_k must say"):
+        compat.flash_attn_varlen_func(q[0], *paged, ends, None, block_table=table)
+
+
 @pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
 def test_flash_attns_cache_with_a_sink_and_memory_for_the_output(rng, table):
     q, k_cache, v_cache = draw(rng, 3, 10)
@@ -583,6 +600,20 @@ def test_no_key_is_written_if_the_output_cannot_be(rng, out_of, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         compat.flash_attn_with_kvcache(**given, cache_seqlens=4, out=out_of(**given))
     np.testing.assert_array_equal((k_cache, v_cache), before)
+
+
+def test_errors_about_a_cache_in_8_bits_name_its_arguments(rng):
+    q, k, v = (x.astype(np.float16) for x in draw(rng, 1, 1))
+    caches = [np.zeros((2, 4, *x.shape[2:]), "float8_e4m3fn") for x in (k, v)]
+    with pytest.raises(ValueError, match=r"^v_descale has 0\.0 for sequence 0, KV head 0"):
+        compat.flash_attn_with_kvcache(
+            q, *caches, k, v, cache_seqlens=2, v_descale=np.zeros((2, 2), np.float32)
+        )
+    turn = {"rotary_cos": np.ones((4, 2), np.float16), "rotary_sin": np.zeros((4, 2), np.float16)}
+    k, v = (x.astype("float8_e4m3fn") for x in (k, v))
+    with pytest.raises(TypeError, match=r"^k has dtype float8_e4m3fn; with rotary_cos it must have 16 bits"):
+        compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=2, **turn)
+    assert not np.any([cache.view(np.uint8) for cache in caches])
 
 
 def test_flash_attns_cache_in_8_bits_without_descales(rng):

@@ -190,7 +190,8 @@ def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleave
                 descale = named.get(f"{name}_descale")
                 if descale is None:
                     descale = full((x.shape[0], x.shape[2]), 1, "float32", x)
-                new[name], _ = quantize(x, descale=descale)
+                with errors_name({"descale": f"{name}_descale"}):
+                    new[name], _ = quantize(x, descale=descale)
         _write_by_indices({**named, **new}, held)
 
     return Prepared(q, seqused_k, write, named)

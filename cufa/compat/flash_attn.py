@@ -36,6 +36,9 @@ def flash_attn_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     seed: int = 0,
     offset: int = 0,
 ) -> Any:
@@ -46,10 +49,11 @@ def flash_attn_func(
     Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
     generator: without a new one in every call, each drops the same elements. `deterministic` only concerns
     gradients and has no effect here. The LSE of a row that sees no key is -inf, in flash-attn inf. With
-    `alibi_slopes` and `causal`, flash-attn's LSE is larger by slope * (i + seqlen_k - seqlen_q) in row i.
-    With dropout, `return_attn_probs` returns the probabilities as `cufa.attention` defines them, without
-    flash-attn's signs; without dropout it returns None, and flash-attn an empty array. Head dims and dtypes
-    are cufa's.
+    `alibi_slopes`, flash-attn's LSE is larger by slope * (i + seqlen_k - seqlen_q) in row i if nothing but
+    later keys is hidden, by `causal` or window_size=(-1, 0). flash-attn takes a window of seqlen_k or more
+    for none, also for queries whose window begins before the first key. With dropout, `return_attn_probs`
+    returns the probabilities as `cufa.attention` defines them, without flash-attn's signs; without dropout it
+    returns None, and flash-attn an empty array. Head dims and dtypes are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -67,6 +71,9 @@ def flash_attn_func(
         num_splits: ignored, since the plan chooses it.
         pack_gqa: ignored, likewise.
         sm_margin: ignored: kernels may use all SMs.
+        q_descale: as in `cufa.attention`, for float8_e4m3fn arrays; likewise the next two.
+        k_descale: the same for k.
+        v_descale: the same for v.
         seed: seed of dropout's random numbers.
         offset: which random sequence of that seed to use.
 
@@ -90,6 +97,9 @@ def flash_attn_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
@@ -164,6 +174,9 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     out: Any = None,
     seed: int = 0,
     offset: int = 0,
@@ -193,11 +206,14 @@ def flash_attn_varlen_func(
         return_attn_probs: also return the LSE, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
         seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. With a block
-            table it takes the place of cu_seqlens_k.
+            table it takes the place of cu_seqlens_k, and one of the two is required.
         learnable_sink: as in `flash_attn_func`.
         num_splits: ignored.
         pack_gqa: ignored.
         sm_margin: ignored.
+        q_descale: as in `flash_attn_func`; likewise the next two.
+        k_descale: as in `flash_attn_func`.
+        v_descale: as in `flash_attn_func`.
         out: where to write the output, as in `cufa.attention`.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
@@ -217,6 +233,10 @@ def flash_attn_varlen_func(
     if block_table is None:
         check_arrays(cu_seqlens_k=cu_seqlens_k)
     else:
+        if cu_seqlens_k is None and seqused_k is None:
+            raise ValueError(
+                "block_table is given; how many keys there are, cu_seqlens_k or seqused_k must say"
+            )
         if cu_seqlens_k is not None:
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
@@ -242,6 +262,9 @@ def flash_attn_varlen_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,

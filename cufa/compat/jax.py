@@ -54,8 +54,9 @@ def dot_product_attention(
     and the window are aligned to the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: a row that sees no key has output 0, while JAX without cuDNN returns the mean of the values;
-    the residual, the LSE, has cufa's shape; `implementation` has no effect. It cannot be called inside
-    jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
+    the residual, the LSE, has cufa's shape, (batch, heads, seqlen_q), and dtype; limits of a window must not
+    be negative; all arrays must be of one library, not lists; `implementation` has no effect. It cannot be
+    called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).

@@ -65,6 +65,8 @@ def flash_attn_with_kvcache(
     k_descale: Any = None,
     v_descale: Any = None,
     learnable_sink: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
     out: Any = None,
 ) -> Any:
     """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
@@ -75,8 +77,10 @@ def flash_attn_with_kvcache(
     (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
     position cache_seqlens + i, otherwise every query by position cache_seqlens.
 
-    Differences: `num_splits` is ignored, since the plan chooses it; the LSE of a row that sees no key is
-    -inf. Pages may have any size, and padding on their left.
+    Differences: `num_splits` is ignored, since the plan chooses it. The LSE is cufa's: as `flash_attn_func`
+    says, flash-attn's is another in rows that see no key and with `alibi_slopes`. A window is one however
+    long it is; flash-attn takes one of the cache's length or more for none, and then rotates queries by one
+    position. Pages may have any size, and padding on their left.
 
     A call that is captured into a CUDA graph must take its memory from a pool of the graph's own
     (examples/graph.py): what it allocates on the way returns to the pool, but the graph keeps using it.
@@ -90,7 +94,7 @@ def flash_attn_with_kvcache(
         k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
         v: the same for v_cache; required with k.
         rotary_cos: (places, rotary_dim / 2), in q's dtype or float32 (float64 for float64 arrays), with
-            places for all keys. Only with k, and with q in 16 bits or more.
+            places for all keys. Only with k, and with q and k in 16 bits or more.
         rotary_sin: the same; required with rotary_cos.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for a full cache. On a GPU the numbers of an array are not checked: k must fit, and if a number
@@ -113,6 +117,8 @@ def flash_attn_with_kvcache(
         k_descale: the same for k_cache, and for k in 8 bits, which is copied to it unchanged.
         v_descale: the same for v_cache and v.
         learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
+        pack_gqa: ignored.
+        sm_margin: ignored.
         out: where to write the output, as in `cufa.attention`.
 
     Returns:
@@ -177,8 +183,9 @@ def flash_attn_with_kvcache(
             "to turn queries and keys",
             **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k": k, "cache_seqlens": held},
         )
-        if dtype_of(q) == INPUT_DTYPES[FLOAT8]:
-            raise TypeError(f"q has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
+        for name, rotated in (("q", q), ("k", k)):
+            if dtype_of(rotated) == INPUT_DTYPES[FLOAT8]:
+                raise TypeError(f"{name} has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
     if not is_written:
         _check_fits("cache_seqlens", held, room)
         if isinstance(held, int):  # plans do not depend on the numbers in an array

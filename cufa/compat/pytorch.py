@@ -52,8 +52,9 @@ def scaled_dot_product_attention(
         1 1 0 0 0         1 1 1 1 1
 
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
-    axes or these 3; `seed`, `offset` and `return_lse` are cufa's. Without a new seed or offset in every call,
-    each drops the same elements.
+    axes or these 3; of query, key and value, only heads are broadcast, and these by `enable_gqa` alone, as
+    many for values as for keys; `dropout_p` must be below 1; `seed`, `offset` and `return_lse` are cufa's.
+    Without a new seed or offset in every call, each drops the same elements.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).

@@ -195,3 +195,28 @@ def test_values_of_other_features_are_not_read(rng):
         other = calls.attention(*inputs, **options, values=FeatureValues(seed=5, offset=7))
         for a, b in zip(plain, other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "tiles"),
+    [
+        ("fwd_5_mma", (64, 64), {}),
+        ("fwd_6_wgmma", (64, 64), {}),
+        ("fwd_8_split_kv", (64, 64), {}),
+        ("fwd_8_split_kv", (64, 64), {"shares": 3}),
+        ("fwd_10_wgmma_wide", (320, 264), {}),
+        ("fwd_10_wgmma_wide", (320, 264), {"block_n": 32, "shares": 3}),
+    ],
+)
+def test_numbers_of_keys_below_zero_count_as_zero(rng, kernel, dims, tiles):
+    """On a GPU nobody checks them, and nothing must wait for keys that there are not."""
+    sizes = {"batch": 3, "heads": 2, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = cases.draw_case(rng, "float16", ("seqused_k",), seqlen_q=5, seqlen_k=70, **sizes)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    results = []
+    for least in (0, -300, -(2**31)):
+        case.arrays["seqused_k"][:] = least, 70, least
+        results.append(calls.attention(*inputs, kernel=kernel, tiles=tiles, **case.emulator_forward))
+    for result in results[1:]:
+        for part, expected in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(part, expected)

@@ -77,7 +77,7 @@ struct Sequence {
             pages = pages_of_sequence(params, batch);
             seqlen_k = params.pages.of_sequence * kPageSize;
         }
-        if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
+        if constexpr (kUsedKeys) seqlen_k = max(0, min(seqlen_k, features.seqused_k[batch]));
     }
 
     // Whether this launch processes a sequence with so many queries.

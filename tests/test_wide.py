@@ -195,6 +195,13 @@ def test_tiles_that_it_cannot_have():
             make_plan(problem(512), H200, NAME, tiles)
 
 
+def test_parts_of_more_keys_than_can_be_counted():
+    call = Problem("forward", "bfloat16", 1, 1, 2**30, 1, 1, 512, 512, features=Features(page_size=64))
+    assert make_plan(call, H200, NAME).tiles["parts"] == 63
+    with pytest.raises(ValueError, match="tiles of keys and parts, multiplied, are counted only up to"):
+        make_plan(call, H200, NAME, {"parts": 64})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -26,7 +26,7 @@ from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace
 from cufa.plan.record import Parting
 from cufa.plan.sizes import MOST_PARTS_OF_HEAD
-from cufa.problem import Problem
+from cufa.problem import MAX_EXTENT, Problem
 from cufa.rounding import ceil_div
 
 
@@ -83,6 +83,10 @@ def unsuited_features(problem: Problem) -> str | None:
 def _unsuited_parts(problem: Problem, tiles: PartedTiles, key_tiles: list[int], parts: int) -> str | None:
     if parts > MOST_PARTS and not tiles.merges_later(problem, parts):
         return f"{parts} parts are more than one block merges, {MOST_PARTS}"
+    if (
+        ceil_div(problem.most_keys, tiles.block_n) * parts > MAX_EXTENT
+    ):  # schedule.cuh's keep_part multiplies them
+        return f"tiles of keys and parts, multiplied, are counted only up to {MAX_EXTENT:,}"
     if varies(problem):
         return None
     if not problem.causal:

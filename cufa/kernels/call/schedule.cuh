@@ -44,10 +44,9 @@ using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
 
 // Of the numbers from begin to before end, keeps only part number `part` of `parts`.
 __device__ inline void keep_part(int& begin, int& end, int part, int parts) {
-    const int first = begin;
-    const long long count = max(end - begin, 0);
-    begin = first + static_cast<int>(count * part / parts);
-    end = first + static_cast<int>(count * (part + 1) / parts);
+    const int first = begin, count = max(end - begin, 0);
+    begin = first + count * part / parts;
+    end = first + count * (part + 1) / parts;
 }
 
 // Which of a tile's keys a block has: `keep` leaves their tiles in a range, `is_part` is false for

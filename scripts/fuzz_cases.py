@@ -52,8 +52,15 @@ SM_COUNTS = (1, 2, 3, 5)
 ALIKE = {"numpy": 1, "emulator": 4, "cuda": 16}
 
 
+FARTHEST = 2**13  # between a query and a later key
+
+
 def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
     return score + table[h, np.clip(q_idx - kv_idx, -8, 8) + 8]
+
+
+def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score + table[h, q_idx - kv_idx + FARTHEST]
 
 
 def tempered(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, factors: Any, places: Any) -> Any:
@@ -76,15 +83,19 @@ def sparse(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return ((q_idx * 7 + kv_idx * 13 + h) % 5 != 0) & (q_idx % 11 != 3)
 
 
-SCORE_MODS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (relative, tempered, bounded)}
+SCORE_MODS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (relative, by_distance, tempered, bounded)
+}
 MASK_MODS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (same_part, prefix, sparse)}
-WITH_GRADIENTS = ("relative", "tempered")
+WITH_GRADIENTS = ("relative", "by_distance", "tempered")
 
 
 def mod_arrays(rng: np.random.Generator, name: str, batch: int, heads: int, longest: int) -> list[Array]:
     """What the function of that name reads."""
     if name == "relative":
         return [rng.standard_normal((heads, 17)).astype(rng.choice(["float16", "float32", "float64"]))]
+    if name == "by_distance":
+        return [rng.standard_normal((heads, FARTHEST + longest)).astype(rng.choice(["float16", "float32"]))]
     if name == "tempered":
         return [rng.uniform(0.5, 1.5, (batch, heads)).astype(np.float32), rng.standard_normal(longest)]
     if name == "same_part":

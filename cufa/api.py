@@ -188,7 +188,7 @@ def attention(
             numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
         seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. The diagonal
-            ends at the last key that counts. On a GPU numbers are not checked; negative ones count as 0.
+            ends at the last key that counts. On a GPU numbers are not checked; below 0, all count.
         block_table: (batch, pages) int32, for keys and values in pages (Kwon et al. 2023). k is then
             (pages, page_size, kv_heads, head_dim), v likewise; key i of sequence b is row i % page_size of
             page block_table[b, i // page_size]. Pages may have any order and any size. Entries and rows

@@ -77,7 +77,11 @@ struct Sequence {
             pages = pages_of_sequence(params, batch);
             seqlen_k = params.pages.of_sequence * kPageSize;
         }
-        if constexpr (kUsedKeys) seqlen_k = max(0, min(seqlen_k, features.seqused_k[batch]));
+        if constexpr (kUsedKeys) {
+            // Nobody checks these numbers. One below 0 counts as one that is too large.
+            const auto used = static_cast<unsigned int>(features.seqused_k[batch]);
+            seqlen_k = min(static_cast<unsigned int>(seqlen_k), used);
+        }
     }
 
     // Whether this launch processes a sequence with so many queries.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,7 +214,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     check_fits(problem, shapes, dtypes, options.layout)
     out = output_shape(problem, options.layout)
     if problem.features.mod_arrays:
-        problem = with_adjacent_elements(problem, tensors)
+        problem = replace(problem, features=problem.features.with_lying(tensors))
     features = problem.features
     axes = tensor_axes(options.layout, features.packed)
     key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
@@ -263,16 +263,6 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
         copied=(*[names[place] for place in layout.scattered], *scattered),
         side=side,
     )
-
-
-def with_adjacent_elements(problem: Problem, tensors: Iterable[Described]) -> Problem:
-    """The problem that knows of which arrays of functions elements along the last axis are adjacent."""
-    names = problem.features.mod_arrays
-    lying = {
-        name: (shape[-1], strides[-1], dtype) for name, shape, strides, dtype in tensors if name in names
-    }
-    adjacent = {name for name, (size, step, dtype) in lying.items() if size == 1 or step == dtype.itemsize}
-    return replace(problem, features=problem.features.with_adjacent(adjacent))
 
 
 def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:

@@ -147,12 +147,22 @@ class Features:
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
         return tuple(array.name for mod in written for array in mod.arrays)
 
-    def with_adjacent(self, names: Collection[str]) -> Features:
-        """The same where these arrays of functions have adjacent elements along the last axis."""
+    def with_lying(self, described: Iterable[tuple[str, Shape, Shape, np.dtype[Any]]]) -> Features:
+        """The same, knowing of which arrays of functions elements along the last axis are adjacent.
+
+        `described` are all arrays of a call: names, shapes, strides in bytes and dtypes.
+        """
+        names = self.mod_arrays
+        own = [
+            (name, shape[-1], strides[-1], x.itemsize)
+            for name, shape, strides, x in described
+            if name in names
+        ]
+        adjacent = {name for name, size, stride, itemsize in own if size == 1 or stride == itemsize}
         return replace(
             self,
-            score_mod=self.score_mod and self.score_mod.with_adjacent(names),
-            mask_mod=self.mask_mod and self.mask_mod.with_adjacent(names),
+            score_mod=self.score_mod and self.score_mod.with_adjacent(adjacent),
+            mask_mod=self.mask_mod and self.mask_mod.with_adjacent(adjacent),
         )
 
     @property

@@ -267,20 +267,17 @@ class ScoreMod(_Mod):
             self.written,
             differentiated=differentiated,
             elements=len(slopes),
-            changing_with_query=self._changing_with("q_idx"),
-            changing_with_key=self._changing_with("kv_idx"),
-            of_distance=() if asks_score else self._of_distance(),
+            changing_with_query=self._elements_that(lambda element: "q_idx" in names_in(element)),
+            changing_with_key=self._elements_that(lambda element: "kv_idx" in names_in(element)),
+            of_distance=() if asks_score else self._elements_that(is_of_distance),
             element_slopes=write_slopes(slopes),
             slopes_ask_score=asks_score,
         )
 
-    def _changing_with(self, name: str) -> tuple[int, ...]:
+    def _elements_that(self, are_so: Callable[[Expression], bool]) -> tuple[int, ...]:
+        """The numbers of those elements of which it is true."""
         elements = enumerate(element for element, _ in self.element_slopes)
-        return tuple(number for number, element in elements if name in names_in(*element.operands))
-
-    def _of_distance(self) -> tuple[int, ...]:
-        elements = enumerate(element for element, _ in self.element_slopes)
-        return tuple(number for number, element in elements if is_of_distance(element))
+        return tuple(number for number, element in elements if are_so(element))
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
         """Evaluate the function and its derivatives for these values of its symbols."""

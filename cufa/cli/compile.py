@@ -97,8 +97,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask_mod=of_masks,
             **{name: given.pop(name) for name in _SWITCHES},
         )
-        contiguous = {name for name, x in mods.arrays.items() if x.strides[-1] == x.itemsize}
-        return command(features=features.with_adjacent(contiguous), **given)
+        described = [(name, x.shape, x.strides, x.dtype) for name, x in mods.arrays.items()]
+        return command(features=features.with_lying(described), **given)
 
     options = [
         click.option("--causal", is_flag=True, help="With a causal mask."),

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa.arguments import Options, check_fits, check_scale, make_problem
-from cufa.call import with_adjacent_elements
 from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
@@ -442,9 +441,8 @@ def _plan(
     dtypes = {name: array.dtype for name, array in arrays.items()}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, "bshd")
-    problem = with_adjacent_elements(
-        problem, [(name, x.shape, x.strides, x.dtype) for name, x in arrays.items()]
-    )
+    described = [(name, x.shape, x.strides, x.dtype) for name, x in arrays.items()]
+    problem = replace(problem, features=problem.features.with_lying(described))
     if lies_transposed(problem, (arrays["v"].shape, arrays["v"].strides), LAYOUTS["bshd"]):
         problem = replace(problem, transposed_values=True)
         arrays = {**arrays, "v": arrays["v"].swapaxes(1, 3)}

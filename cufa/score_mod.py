@@ -221,7 +221,9 @@ class ScoreMod(_Mod):
     `cufa.attention` says what the function may do. It is traced at its first use; numbers that it takes from
     outside are fixed then. What arrays hold may change from call to call; for other arrays, make another
     ScoreMod of the same function, which uses the same kernels. Lookups are fastest if the last axis is
-    contiguous and its index is a sum of q_idx, kv_idx and numbers, as above.
+    contiguous and its index is a sum of q_idx, kv_idx and numbers, as above. For inputs of 8 or 16 bits, GPUs
+    compute np.log, np.log2 and quotients of scores within 2^-22 of their values (logarithms between -1 and 1:
+    within 2^-22), and np.tanh within 2^-11; for others within some units in the last place.
 
     Args:
         function: called with (score, b, h, q_idx, kv_idx, *arrays); returns the new score.

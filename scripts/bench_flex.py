@@ -7,6 +7,7 @@ timing is that of scripts/bench_peers.py.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from itertools import product
@@ -29,6 +30,7 @@ import cufa
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "flex.json"))
 BATCH, SEQLEN, HEADS = 4, 4096, 16
 DOCUMENTS, WINDOW, CAP = 8, 512, 20.0
+NEAR, BUCKETS, FARTHEST = 16, 32, 128
 
 Function = Callable[..., Any]
 
@@ -39,6 +41,15 @@ def alibi(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> A
 
 def relative_bias(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
     return score + table[h, q_idx - kv_idx + (SEQLEN - 1)]
+
+
+def t5_bias(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    """T5's buckets: one for each of the least distances, then for ranges of them that grow by a factor."""
+    log, where = (torch.log, torch.where) if isinstance(score, torch.Tensor) else (np.log, np.where)
+    distance = abs(q_idx - kv_idx)
+    far = log(distance / NEAR) / math.log(FARTHEST / NEAR) * (BUCKETS - NEAR)
+    far = NEAR + (far.to(torch.int32) if isinstance(score, torch.Tensor) else far.astype(np.int32))
+    return score + table[h, where(distance < NEAR, distance, where(far < BUCKETS, far, BUCKETS - 1))]
 
 
 def softcap(score: Any, *_: Any) -> Any:
@@ -64,6 +75,7 @@ CASES: dict[str, dict[str, Function]] = {
     BY_ARGUMENT: {"score_mod": alibi},
     "relative bias": {"score_mod": relative_bias},
     LEARNT: {"score_mod": relative_bias},
+    "T5's buckets": {"score_mod": t5_bias},
     "soft cap, causal": {"score_mod": softcap, "mask_mod": causal_mod},
     f"window of {WINDOW}": {"mask_mod": window},
     f"{DOCUMENTS} documents": {"mask_mod": same_document},
@@ -77,6 +89,8 @@ def arrays_of(function: Function) -> Tensors:
         return (2 ** -torch.arange(0.5, 8.5, 8 / HEADS, device="cuda"),)
     if function is relative_bias:
         return (torch.randn(HEADS, 2 * SEQLEN - 1, device="cuda"),)
+    if function is t5_bias:
+        return (torch.randn(HEADS, BUCKETS, device="cuda"),)
     if function is same_document:
         drawn = torch.randint(DOCUMENTS, (BATCH, SEQLEN), dtype=torch.int32, device="cuda")
         return (drawn.sort(dim=1).values,)

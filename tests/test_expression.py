@@ -263,8 +263,11 @@ def test_quotient_of_a_place_is_exact():
     for divisor in (41, 49, 1000):
         blocks = evaluate(np.floor(i / divisor), {"i": n})
         np.testing.assert_array_equal(blocks, n // divisor)
-        assert "/" in write(i / divisor)
-    assert "/" not in write(score / 41)
+        assert "quotient_by(" in write(i / divisor)
+    for without in (score / 41, i / 64):
+        assert "quotient" not in write(without)
+    assert "/" in write(i / (i + 1))
+    assert "quotient_of_score(" in write(score / (i + 1))
 
 
 def test_power_of_an_integer_with_a_float_is_a_float():

@@ -1,6 +1,7 @@
 """What traced functions compute in kernels where NumPy's answer is not what C makes of it."""
 
 import itertools
+import math
 import struct
 
 import emulator
@@ -44,18 +45,50 @@ EXACT = {
 ROUNDED = {
     "expm1": lambda x, y, i, j: np.expm1(x),
     "log1p": lambda x, y, i, j: np.log1p(x),
+    "log": lambda x, y, i, j: np.log(x),
+    "log2": lambda x, y, i, j: np.log2(x),
+    "quotient": lambda x, y, i, j: x / y,
+    "quotient by a constant": lambda x, y, i, j: i / 49 + j / 2.885,
+}
+# For 16-bit operands, of numbers that are not subnormal.
+FAST = {
+    "log": lambda x, y, i, j: np.log(x),
+    "log2": lambda x, y, i, j: np.log2(x),
+    "log of a place": lambda x, y, i, j: np.log(abs(i.astype(np.float32))),
+    "quotient": lambda x, y, i, j: x / y,
+    "quotient by a constant": lambda x, y, i, j: i / 49 + j / 2.885,
+}
+# What becomes an index is the same with 16-bit operands, and for all numbers.
+PLACES = {
+    "quotient by 49": lambda x, y, i, j: np.floor(i / 49),
+    "quotient by 41": lambda x, y, i, j: np.floor(i / 41.0),
+    "quotient by a thousand": lambda x, y, i, j: np.floor(i / 1000),
+    "quotient of a sum": lambda x, y, i, j: np.floor((i + 0.5) / 7),
+    "infinite": lambda x, y, i, j: np.log(i * 0.0) / math.log(8) + np.exp(1e4 + i) / 3,
+    "power of two": lambda x, y, i, j: np.log2(2.0**j),
+    "bucket of T5": lambda x, y, i, j: (np.log(i / 16) / math.log(128 / 16) * 16).astype(np.int32),
 }
 
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
 def compute(request, tmp_path):
-    """Results of all functions, (functions, values), of arrays x, y, i and j."""
+    """Results of functions, (functions, values), of arrays x, y, i and j in a kernel for operands of a dtype."""
     emulator.with_probe(SOURCE, tmp_path)
-    (tmp_path / HEADER).write_text(header_of([*EXACT.values(), *ROUNDED.values()]))
-    problem = Problem("forward", "float32", 1, 1, 1, 1, 1, 16, 16, False)
-    macros = (*common_macros(problem), ("SMEM_BYTES", SMEM_BYTES))
     run = on_gpu if request.param == "gpu" else on_emulator
-    return lambda *arguments: run(tmp_path, macros, arguments, len(EXACT) + len(ROUNDED))
+
+    def results_of(dtype, functions, *arguments):
+        (tmp_path / HEADER).write_text(header_of(functions))
+        problem = Problem("forward", dtype, 1, 1, 1, 1, 1, 16, 16, False)
+        macros = (*common_macros(problem), ("SMEM_BYTES", SMEM_BYTES))
+        return run(tmp_path, macros, arguments, len(functions))
+
+    return results_of
+
+
+def numpys(function, arguments):
+    """What NumPy computes, in float32."""
+    values = dict(zip(SYMBOLS, arguments, strict=True))
+    return np.asarray(evaluate_all([traced(function)], values)[0]).astype(np.float32)
 
 
 def traced(function):
@@ -100,9 +133,29 @@ def test_kernels_have_numpys_answers(compute):
     integers = np.array(list(itertools.product(INTEGERS, repeat=2)), np.int32)
     count = max(len(floats), len(integers))
     arguments = [np.resize(column, count) for column in (*floats.T, *integers.T)]
-    results = iter(compute(*arguments))
-    values = dict(zip(SYMBOLS, arguments, strict=True))
+    results = iter(compute("float32", [*EXACT.values(), *ROUNDED.values()], *arguments))
     for rtol, functions in ((0, EXACT), (1e-6, ROUNDED)):
         for name, function in functions.items():
-            expected = np.asarray(evaluate_all([traced(function)], values)[0]).astype(np.float32)
-            np.testing.assert_allclose(next(results), expected, rtol, err_msg=name)
+            np.testing.assert_allclose(next(results), numpys(function, arguments), rtol, err_msg=name)
+
+
+@np.errstate(all="ignore")
+def test_fast_answers_of_16_bit_kernels(compute, rng):
+    floats = np.array(list(itertools.product(FLOATS, repeat=2)), np.float32)
+    floats = np.concatenate((floats, rng.uniform(0.25, 4, (4000, 2)), rng.lognormal(0, 9, (4000, 2))))
+    integers = rng.integers(-(10**5), 10**5, (len(floats), 2), dtype=np.int32)
+    arguments = [*floats.astype(np.float32).T.copy(), *integers.T.copy()]
+    results = compute("bfloat16", list(FAST.values()), *arguments)
+    for (name, function), result in zip(FAST.items(), results, strict=True):
+        expected = numpys(function, arguments)
+        np.testing.assert_allclose(result, expected, 2**-21, 2**-22 if "log" in name else 0, err_msg=name)
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_places_are_exact(compute, dtype):
+    i = np.arange(2**14, dtype=np.int32)
+    arguments = [np.ones(i.size, np.float32), np.ones(i.size, np.float32), i, i % 250 - 125]
+    results = compute(dtype, list(PLACES.values()), *arguments)
+    for (name, function), result in zip(PLACES.items(), results, strict=True):
+        np.testing.assert_array_equal(result, numpys(function, arguments), err_msg=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from cufa.traced.expression import OPERATIONS, Expression, Kind, in_order
+from cufa.traced.expression import OPERATIONS, Expression, Kind, asks_score, has_reciprocal, in_order
 
 _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
 # Operations on integers, which wrap around; C++'s own may not overflow.
@@ -132,4 +132,13 @@ def _code(node: Expression, operands: Iterable[str], wraps: bool) -> str:
         return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
     if wraps and node.kind in ("int32", "int64") and node.operation in _WRAPPING:
         return _WRAPPING[node.operation].format(*operands)
+    if node.operation == "divide":
+        return _division(node).format(*operands)
     return OPERATIONS[node.operation].code.format(*operands)
+
+
+def _division(node: Expression) -> str:
+    """The code of a division: exact for positions, since they may become indices, but not for scores."""
+    if has_reciprocal(node.operands[1]):
+        return "quotient_by({}, {})"
+    return "quotient_of_score({}, {})" if asks_score(node) else OPERATIONS["divide"].code

@@ -259,15 +259,20 @@ def apply(name: str, *operands: Any) -> Expression:
         product = _as_product(*arguments)
         if product is not None:
             return product
-    if name == "divide" and _has_reciprocal(arguments[1]):
-        # Only scores: positions are divided exactly, since 49 * (1 / 49) is below 1, and np.floor of it is 0.
-        of_score = any(node.operation == "symbol" and node.kind == "float" for node in in_order(arguments[0]))
-        if of_score:
-            return apply("multiply", arguments[0], 1 / arguments[1].value)
+    if name == "divide" and has_reciprocal(arguments[1]):
+        # Positions are divided exactly, since 49 * (1 / 49) is below 1, and np.floor of it is 0.
+        divisor = arguments[1].value
+        if asks_score(arguments[0]) or abs(math.frexp(divisor)[0]) == 0.5:  # a power of two
+            return apply("multiply", arguments[0], 1 / divisor)
     if name not in OPERATIONS:
         raise TypeError(_unknown(name))
     wanted, kind = OPERATIONS[name].signature(name, tuple(argument.kind for argument in arguments))
     return Expression(name, kind, tuple(map(_cast, arguments, wanted)))
+
+
+def asks_score(expression: Expression) -> bool:
+    """Whether its value depends on the score."""
+    return any(node.operation == "symbol" and node.kind == "float" for node in in_order(expression))
 
 
 def in_order(*roots: Expression) -> list[Expression]:
@@ -402,8 +407,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "exp": Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
     "exp2": Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),
     "expm1": Operation(np.expm1, "expm1_of({})", _real, _by_partials(lambda x, y: (apply("exp", x),))),
-    "log": Operation(np.log, "log_of({})", _real, _by_partials(lambda x, y: (1 / x,))),
-    "log2": Operation(np.log2, "log2_of({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))),
+    "log": Operation(np.log, "logarithm({})", _real, _by_partials(lambda x, y: (1 / x,))),
+    "log2": Operation(
+        np.log2, "binary_logarithm({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))
+    ),
     "log1p": Operation(np.log1p, "log1p_of({})", _real, _by_partials(lambda x, y: (1 / (1 + x),))),
     "sqrt": Operation(np.sqrt, "sqrt_of({})", _real, _by_partials(lambda x, y: (0.5 / y,))),
     "tanh": Operation(np.tanh, "tanh_of({})", _real, _by_partials(lambda x, y: (1 - y * y,))),
@@ -453,7 +460,7 @@ _COMPOSED: Mapping[str, Callable[..., Expression]] = {
 }
 
 
-def _has_reciprocal(divisor: Expression) -> bool:
+def has_reciprocal(divisor: Expression) -> bool:
     """Whether it is a constant whose float32 reciprocal has all bits; 0 or inf could make inf * 0, a NaN."""
     if divisor.operation != "constant":
         return False

@@ -142,10 +142,24 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
+// log2 of x, within 2^-22 between 1/2 and 2, elsewhere within 2^-22 of itself; subnormal x count as 0.
+__device__ inline float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / x within 1 ulp; subnormal x count as 0.
 __device__ inline float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// a / b within 2 ulp.
+__device__ inline float quotient_fast(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
 

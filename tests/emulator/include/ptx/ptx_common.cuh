@@ -116,9 +116,19 @@ inline float exp2_fast(float x) {
     return y < 0x1p-126f ? 0.0f : y;
 }
 
+// The instruction is within 2^-22; this is as good as the C library's.
+inline float log2_fast(float x) {
+    return log2f(fabsf(x) < 0x1p-126f ? 0 * x : x);
+}
+
 // The instruction is within 1 ulp; this is the nearest.
 inline float reciprocal_fast(float x) {
     return 1 / (fabsf(x) < 0x1p-126f ? 0 * x : x);
+}
+
+// The instruction is within 2 ulp; this is the nearest.
+inline float quotient_fast(float a, float b) {
+    return a / b;
 }
 
 // The instruction is within 2^-11; this is as good as the C library's.

@@ -6,6 +6,7 @@ import feature_cases as cases
 import numpy as np
 import pytest
 from emulator import calls
+import test_emulator_split_kv as few
 from test_emulator_backward_features import TILES as BACKWARD_TILES
 from test_emulator_forward_features import TILES
 from test_emulator_hopper_features import DEVICE as FEW_SMS
@@ -184,6 +185,33 @@ def test_hopper_forward(rng, mods, features, functions, block_n):
         assert_attention(out, lse, case.problem, **case.forward)
 
 
+@pytest.mark.parametrize(
+    ("features", "functions", "tiles"),
+    [
+        ((), ("by_distance",), few.OWN_TILES),
+        (("packed", "causal"), ("by_distance",), few.OWN_TILES | {"splits": 1, "shares": 7}),
+        (("packed", "causal", "bias"), ("shape_score", "see_documents"), few.WIDE_TILES),
+        (("seqused_k", "sink", "mask"), ("see_documents",), few.SHARED_TILES),
+        (("window", "softcap", "bias"), ("add_distance",), few.COLUMN_TILES),
+        (("block_table", "causal"), ("shape_score", "see_blocks"), few.OWN_TILES),
+    ],
+)
+def test_few_queries(rng, mods, features, functions, tiles):
+    lengths = {"seqlen_q": 11, "seqlen_k": 109}
+    own = {
+        "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
+        "by_distance": by_distance(rng, **lengths),
+        "add_distance": ScoreMod(add_distance, rng.random(6)),
+        "see_documents": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
+        "see_blocks": MaskMod(see_blocks, np.arange(20) % 2),
+    }
+    for dtype in ("float16", "bfloat16"):
+        case = cases.draw_case(rng, dtype, features, **lengths, **few.HEADS)
+        case.numbers.update((own[name].name, own[name]) for name in functions)
+        with np.errstate(invalid="ignore"):
+            few.check(case, tiles)
+
+
 def add_relative(score, b, h, q_idx, kv_idx, table):
     return score + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4]
 
@@ -232,6 +260,24 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
     cases.hide_nan(case)
     with np.errstate(invalid="ignore"):
         assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+
+
+@pytest.mark.parametrize(("kernel", "head_dim"), [("bwd_4_wgmma", 64), ("bwd_5_wgmma_wide", 136)])
+@pytest.mark.parametrize(
+    ("function", "scale"),
+    [
+        (lambda score, b, h, q_idx, kv_idx: score * 1e5, 1e-4),
+        (lambda score, b, h, q_idx, kv_idx: score * 2e-8, 8000),
+        (lambda score, b, h, q_idx, kv_idx: np.where(kv_idx % 7 == 3, -np.exp(abs(score) + 11), score), 1),
+    ],
+    ids=["large", "small", "of the score"],
+)
+def test_slopes_that_16_bits_cannot_hold(rng, kernel, head_dim, function, scale):
+    case = cases.draw_case(rng, "float16", ("causal",), **HOPPER_SIZES, head_dim=head_dim)
+    case.numbers["score_mod"] = ScoreMod(function)
+    dout = (case.problem.dout * scale).astype(np.float16)
+    case = replace(case, problem=replace(case.problem, dout=dout))
+    assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
 
 
 def check_backward(case, kernel):

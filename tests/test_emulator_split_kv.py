@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, calls
 from emulator_checks import check_forward
-from feature_cases import SIZES, draw_case, hide_nan
+from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles
 from float8 import DESCALES, assert_float8, descales_of, with_keys_in_8_bits
 from test_emulator import planted
 
@@ -183,6 +183,7 @@ def test_values_that_are_the_beginnings_of_keys(rng, dims, tiles, features):
         ("bfloat16", ("causal", "softcap", "block_table"), SHARED_TILES, {}),
         ("float16", ("window", "sink"), WIDE_TILES, {"head_dim": 70, "head_dim_v": 34}),
         (FLOAT8, ("mask", "causal"), SHARED_TILES, {}),
+        (FLOAT8, ("bias", "causal"), SHARED_TILES, {}),
     ],
 )
 def test_8_bits(rng, dtype, features, tiles, dims):
@@ -210,8 +211,17 @@ def test_the_tiles_that_the_plan_chooses(rng):
     check(case, None, checked=False)
 
 
+@pytest.mark.parametrize("tiles", [OWN_TILES, SHARED_TILES | {"stages": 3}, WIDE_TILES, COLUMN_TILES])
+def test_tiles_that_nobody_sees(rng, tiles):
+    """They are not read; the first ones of a block are, before anybody knows."""
+    for lengths in [(1, 700), (21, 330)]:
+        case = draw_case(rng, "float16", ("sink",), seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        case.arrays["mask"], _ = mask_by_tiles(rng, (2, HEADS["heads"], *lengths), (32, 48))
+        check(case, tiles)
+
+
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):
-    right, wrong = (f"wait_copies_but<kStages - {groups}>(); sync_team();" for groups in (2, 1))
+    right, wrong = (f"wait_copies_but<kStages - {groups}>(); // The tile" for groups in (2, 1))
     folder = planted(tmp_path, f"{KERNEL}.cu", right, wrong)
     case = draw_case(rng, "float16", (), seqlen_q=1, seqlen_k=200, **HEADS)
     with pytest.raises(EmulatorError, match="shared memory"):

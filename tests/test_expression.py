@@ -124,6 +124,26 @@ def test_derivative_of_what_is_chosen_is_not_that_of_what_is_not():
         np.testing.assert_array_equal(evaluate(slope, {"score": np.array([-1.0, 0.25])}), [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: np.sqrt(np.maximum(x, 0)), [0, math.inf, 1]),
+        (lambda x: np.maximum(x, 0) ** 0.5, [0, math.inf, 1]),
+        (lambda x: np.log1p(np.sqrt(np.where(x > 0, x, 0.0))), [0, 0, 1 / 1.5]),
+        (lambda x: np.sqrt(np.clip(x, 0, 0.2)) + x, [1, math.inf, 1]),
+        (lambda x: abs(x), [-1, 0, 1]),
+        (lambda x: abs(x) ** (x * 0.0), [0, 0, 0]),
+    ],
+)
+def test_derivative_where_a_choice_makes_it_zero(function, expected):
+    """Also if that of what is done to the chosen number is infinite."""
+    score = symbol("score", "float")
+    slope = derivative(lifted(function(score)), "score")
+    with np.errstate(all="ignore"):
+        found = evaluate(slope, {"score": np.array([-1.0, 0.0, 0.25])})
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_a_bound_of_clip_may_be_none():
     score, i = symbol("score", "float"), symbol("i", "int32")
     for value in (score, i):

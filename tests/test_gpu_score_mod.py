@@ -5,7 +5,7 @@ from dataclasses import replace
 import feature_cases as cases
 import numpy as np
 import pytest
-from gpu_calls import on_gpu, skip_unless_it_runs_here, tensors
+from gpu_calls import on_gpu, results_of, skip_unless_it_runs_here, tensors, written
 from test_emulator_score_mod import add_learnt, by_distance, learnt, see, shape_score
 from tolerance import assert_attention, assert_gradients
 
@@ -140,6 +140,37 @@ def test_lookups_by_distance(cupy, rng, forward, backward, dtype, head_dim, feat
     case = cases.draw_case(rng, dtype, features, **lengths, head_dim=head_dim)
     case = replace(case, gradients=("score_mod",))
     check(cupy, case, {"score_mod": by_distance(rng, **lengths)}, forward, backward)
+
+
+@pytest.mark.parametrize("parts", [{"splits": 1}, {"splits": 5}, {"shares": 37}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        ((1, 5000, 8, 2, 128, 128), ("seqused_k",)),
+        ((5, 2100, 16, 2, 64, 64), ("packed", "causal", "bias")),
+        ((40, 999, 6, 3, 40, 72), ("window", "softcap")),
+        ((3, 2000, 64, 2, 192, 128), ("block_table", "causal", "mask")),
+        ((2, 900, 6, 1, 264, 272), ("bias", "sink")),
+    ],
+    ids=str,
+)
+def test_few_queries(cupy, rng, shape, features, parts):
+    seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v = shape
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    case = cases.draw_case(rng, "bfloat16", features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes)
+    cases.hide_nan(case)
+    q, k, v, _ = tensors(cupy, case)
+    tables = rng.standard_normal((9, 2)).T, rng.standard_normal(seqlen_k)
+    document = np.sort(rng.integers(0, 3, (2, seqlen_q + seqlen_k)), axis=1)
+    for mods in (
+        {"score_mod": by_distance(rng, seqlen_q, seqlen_k)},
+        {"score_mod": cufa.ScoreMod(shape_score, *tables), "mask_mod": cufa.MaskMod(see, document)},
+    ):
+        out, lse = (cupy.full(size, np.nan, kind) for size, kind in results_of(case))
+        options = on_gpu(cupy, case.forward) | moved(cupy, mods)
+        cufa.attention(q, k, v, **options, out=out, lse=lse, kernel="fwd_8_split_kv", tiles=parts)
+        with np.errstate(invalid="ignore"):
+            assert_attention(*written(case, out, lse), case.problem, **case.forward, **mods)
 
 
 def test_gradients_of_arrays_where_one_wants_them(cupy, rng):

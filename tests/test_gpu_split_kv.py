@@ -38,6 +38,7 @@ FEATURES = [
     ("packed", "window", "softcap"),
     ("mask", "causal", "softcap"),
     ("mask_bits", "packed", "sink"),
+    ("bias", "packed", "seqused_k"),
 ]
 
 

@@ -498,9 +498,7 @@ _LADDER = (
         tensor_cores=True,
         min_align_bytes=2,
         mixes_dtypes=True,
-        features=frozenset(
-            ("window", "softcap", "mask", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
-        ),
+        features=_FORWARD_FEATURES - {"dropout_p"},
     ),
     Float32Kernel(
         name="fwd_9_float32",

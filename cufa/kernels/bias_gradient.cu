@@ -48,7 +48,7 @@ struct BiasRows {
     }
     // A matrix over this tile, of which (row, key) is the first element.
     __device__ Matrix<const bias_t> from(int row, int key) const {
-        return {&data[0][0] - (row * kPitch + key), kPitch};
+        return {&data[0][0] - (static_cast<long long>(row) * kPitch + key), kPitch};
     }
 
   private:

@@ -35,18 +35,87 @@
 
 // Processes one tile of keys, whose copies have arrived.
 __device__ inline void attend(Output& out, Smem& smem, Stage& stage, const WarpRows& rows,
-                              const SeenScores& seen, const KeyTiles<kBlockN>& keys,
-                              int first_key) {
+                              const SeenScores& seen, const KeyTiles<kBlockN>& keys, int first_key,
+                              bool takes_out) {
     const bool masked = keys.masked(first_key);
     Scores s = {};
     const int first_dim = column_warp() * kOwnDepth;
     add_product_nt<kTiles, kBlockN>(s, smem.inputs.q, warp_row(), stage.k, 0, first_dim,
                                     first_dim + kOwnDepth);
     smem.add_up(s);
-    apply(s, rows, seen, first_key, masked);
+    if (kScoreMod && !masked) {
+        apply<true>(s, rows, seen, first_key, false);
+    } else {
+        apply<false>(s, rows, seen, first_key, masked);
+    }
     out.exponentiate(s);
-    if (kCutTiles && masked) take_out_nonfinite(out, stage, rows, first_key);
+    if (kCutTiles && takes_out && masked) take_out_nonfinite(out, stage, rows, first_key);
     add_product_pn<kTiles, kBlockN, kOwnCols>(out.o, s, stage.v(), column_warp() * kOwnCols);
+}
+
+// Whether values that are NaN or infinite are taken out where a mask cuts only if the output shows
+// that there are any. Nearly always there are none, and a mask in memory or a function may cut all
+// tiles; a range of keys cuts few of them.
+constexpr bool kTakesOutLater = kKeyMask;
+
+// Attends to a range of tiles; with `again`, Q is there, and values that are not finite are taken
+// out.
+__device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, const Work& work,
+                                      WarpRows& rows, const KeyTiles<kBlockN>& keys,
+                                      TileRange tiles, bool again) {
+    const bool takes_out = again || !kTakesOutLater;
+    const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
+                        work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
+    Stage* const stages = smem.inputs.stages[team()];
+
+    int tile = tiles.begin + team(), ahead = tile;
+    // Busy memory takes more than a round to answer.
+    TilePages<kBlockN> pages[kStages + 1];
+    source.look_up(pages, tile);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+        clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
+        if constexpr (!kValuesInKeys)
+            clear_padding<kTeamThreads, kValueDim>(stages[stage].v(), team_thread());
+        if (stage == kStages - 1) continue;  // the loop begins with its copy
+        source.copy(stages[stage], ahead, tiles.end, pages[stage]);
+        if (stage == 0 && !again) copy_queries(smem, params, work);
+        ptx::commit_copies();
+        ahead += kTeams;
+    }
+    ptx::wait_copies_but<kStages - 2>();
+    __syncthreads();  // Q is there
+    if (!again) {
+        smem.make<kThreads>(smem.inputs.q);
+        if constexpr (kMixed) rows.take_units(smem);
+    }
+
+    Output out = {};
+    SeenScores seen(rows, tile);
+    // Whether the team sees anything of the tiles whose copies have begun, the last one in bit 0.
+    unsigned int wanted = ~0u;
+    TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
+    for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
+        ptx::wait_copies_but<kStages - 2>();
+        // The tile is there, and every warp is done with the one before.
+        if constexpr (kKeyMask) {
+            wanted = wanted << 1 | sync_team_or(seen.look_ahead(rows, ahead * kBlockN));
+        } else {
+            sync_team();
+        }
+        if (wanted & 1)
+            source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end,
+                        pages_ahead);
+        ptx::commit_copies();  // one group per tile, even if empty, so that groups can be counted
+        pages_ahead = pages_after;
+        pages_after = source.pages_of(ahead + 2 * kTeams);
+        seen.load(rows, (ahead + kTeams) * kBlockN);
+        if (wanted >> SeenScores::kAhead & 1)
+            attend(out, smem, stages[stage], rows, seen, keys, tile * kBlockN, takes_out);
+        seen.advance();
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+    return out;
 }
 
 // Attends to a range of tiles. Then each warp calls `finish(row, merged)` with the results of some
@@ -59,47 +128,15 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, work.query(0),
                                  work.query(last_row) - work.query(0) + 1);
     const TileRange tiles = range_of(keys);
-    const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
-                        work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
-    Stage* const stages = smem.inputs.stages[team()];
 
     clear_padding<kThreads, kHeadDim>(smem.inputs.q);
-    int tile = tiles.begin + team(), ahead = tile;
-    // Busy memory takes more than a round to answer.
-    TilePages<kBlockN> pages[kStages + 1];
-    source.look_up(pages, tile);
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-        clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
-        if constexpr (!kValuesInKeys)
-            clear_padding<kTeamThreads, kValueDim>(stages[stage].v(), team_thread());
-        if (stage == kStages - 1) continue;  // the loop begins with its copy
-        source.copy(stages[stage], ahead, tiles.end, pages[stage]);
-        if (stage == 0) copy_queries(smem, params, work);
-        ptx::commit_copies();
-        ahead += kTeams;
-    }
-    ptx::wait_copies_but<kStages - 2>();
-    __syncthreads();  // Q is there
-    smem.make<kThreads>(smem.inputs.q);
-    if constexpr (kMixed) rows.take_units(smem);
-
-    Output out = {};
-    SeenScores seen;
-    seen.load(rows, tile * kBlockN);
-    TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
-    for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
-        ptx::wait_copies_but<kStages - 2>();
-        sync_team();  // the tile is there, and every warp is done with the one before
-        source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end, pages_ahead);
-        ptx::commit_copies();  // one group per tile, even if empty, so that groups can be counted
-        pages_ahead = pages_after;
-        pages_after = source.pages_of(ahead + 2 * kTeams);
-        seen.look(rows, tile * kBlockN);
-        seen.load(rows, (tile + kTeams) * kBlockN);
-        attend(out, smem, stages[stage], rows, seen, keys, tile * kBlockN);
-        stage = stage == kStages - 1 ? 0 : stage + 1;
-    }
+    Output out;
+    bool again = false;
+    do {
+        out = attend_tiles(smem, params, work, rows, keys, tiles, again);
+        again =
+            kTakesOutLater && !again && __syncthreads_or(has_nonfinite<kTiles, kOwnCols>(out.o));
+    } while (again);
     if constexpr (kDescaled) scale<kTiles, kOwnCols>(out.o, work.scales(params).output);
     __syncthreads();  // nobody reads tiles any more
     out.store(smem.parts[team()]);

@@ -18,7 +18,7 @@ from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
-from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
+from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import FLOAT8, MAX_AXIS, MAX_EXTENT, Problem, lse_shape, one_of
 from cufa.rounding import ceil_div, round_up
 
@@ -470,7 +470,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
         ("MERGE_BLOCKS", MERGE_BLOCKS),
         ("MERGE_SMEM_BYTES", merge_bytes),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
-        ("PARAMS_BYTES", FORWARD_PARAMS_BYTES),
+        ("PARAMS_BYTES", params_bytes(problem)),
     )
 
 

@@ -359,9 +359,18 @@ def _by_partials(partials: Callable[..., Sequence[Any]]) -> Callable[[Expression
 
 
 def _times(factor: Expression, slope: Expression) -> Expression:
+    """The product; where a choice makes the slope 0 it is 0, even if the factor is not finite there."""
+    if slope.operation == "where":
+        condition, *chosen = slope.operands
+        if any(map(_is_zero, chosen)):
+            return apply("where", condition, *(s if _is_zero(s) else _times(factor, s) for s in chosen))
     if slope.operation == "constant" and slope.value == 1:
         return factor
     return slope if factor.operation == "constant" and factor.value == 1 else factor * slope
+
+
+def _is_zero(expression: Expression) -> bool:
+    return expression.operation == "constant" and expression.value == 0
 
 
 def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression, Derivatives], Expression]:
@@ -372,6 +381,11 @@ def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression,
         return apply("where", choose(*node.operands), first, second)
 
     return slope
+
+
+def _by_base(a: Expression, b: Expression) -> Expression:
+    """The derivative of a power by its base; a power with exponent 0 is 1 for all bases."""
+    return apply("where", b == 0.0, 0.0, b * apply("power", a, b - 1.0))
 
 
 def _by_exponent(a: Expression, b: Expression, power: Expression) -> Expression:
@@ -395,14 +409,14 @@ OPERATIONS: Mapping[str, Operation] = {
         np.power,
         "power({}, {})",
         _real,
-        _by_partials(lambda a, b, y: (b * apply("power", a, b - 1.0), _by_exponent(a, b, y))),
+        _by_partials(lambda a, b, y: (_by_base(a, b), _by_exponent(a, b, y))),
     ),
     "negative": Operation(np.negative, "-{}", _arithmetic, _by_partials(lambda x, y: (-1.0,))),
     "absolute": Operation(
         np.absolute,
         "absolute({})",
         _arithmetic,
-        _by_partials(lambda x, y: (apply("where", x < 0.0, -1.0, 1.0),)),
+        _by_partials(lambda x, y: (apply("where", x > 0.0, 1.0, apply("where", x < 0.0, -1.0, 0.0)),)),
     ),
     "exp": Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
     "exp2": Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),

@@ -177,18 +177,20 @@ __device__ inline void wait_product(float (&values)[Count]) {
 }
 
 // Two sums rounded to T, with `low` first in memory.
-template <class T = operand_t>
+// With Finite, numbers that are too large for T become its largest.
+template <class T = operand_t, bool Finite = false>
 __device__ inline unsigned int round_pair(float low, float high) {
+    if constexpr (Finite && !is_bfloat16<T>) return ptx::pack_finite_f16(low, high);
     return is_bfloat16<T> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
 }
 
 // Sums rounded to T, as the left operand of the next product.
-template <int Cols, class T = operand_t>
+template <int Cols, class T = operand_t, bool Finite = false>
 __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
                                         const WgmmaSums<Cols>& sums) {
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
-        operand[i / 4][i % 4] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
+        operand[i / 4][i % 4] = round_pair<T, Finite>(sums[2 * i], sums[2 * i + 1]);
     }
 }
 

@@ -40,13 +40,21 @@ __device__ inline int team() {
 __device__ inline int team_thread() {
     return threadIdx.x % kTeamThreads;
 }
+constexpr int kFirstTeam = 1;  // barrier 0 is the block's
 __device__ inline void sync_team() {
-    constexpr int kFirstTeam = 1;  // barrier 0 is the block's
     if constexpr (kTeamWarps == 1) {
         __syncwarp();
     } else {
         ptx::named_barrier_sync<kTeamThreads>(kFirstTeam + team());
     }
+}
+// The same; returns whether any thread says aye.
+__device__ inline bool sync_team_or(bool aye) {
+    if constexpr (kTeamWarps == 1) {
+        __syncwarp();
+        return __any_sync(0xffffffffu, aye);
+    }
+    return ptx::named_barrier_or<kTeamThreads>(kFirstTeam + team(), aye);
 }
 // The warp's first row in the block's tile, its place among the warps with these rows, and a lane's
 // row in each half of its fragments `m`.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mma/fwd_8_rows.cuh"
+#include "mma/mma_nonfinite.cuh"
 #include "mma/mma_softmax.cuh"
 
 // A lane's columns of a row's sums come in adjacent runs; where a run begins.

@@ -53,6 +53,22 @@ template <int Threads>
 __device__ inline void named_barrier_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
+// The same; returns whether any thread says aye.
+template <int Threads>
+__device__ inline bool named_barrier_or(int id, bool aye) {
+    int any;
+    asm volatile(
+        "{\n"
+        ".reg .pred aye, any;\n"
+        "setp.ne.s32 aye, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, aye;\n"
+        "selp.s32 %0, 1, 0, any;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(id), "n"(Threads), "r"(int(aye))
+        : "memory");
+    return any;
+}
 template <int Threads>
 __device__ inline void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
@@ -142,7 +158,8 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// log2 of x, within 2^-22 between 1/2 and 2, elsewhere within 2^-22 of itself; subnormal x count as 0.
+// log2 of x, within 2^-22 between 1/2 and 2, elsewhere within 2^-22 of itself; exact for powers of
+// two from 1 on; subnormal x count as 0.
 __device__ inline float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -159,6 +159,12 @@ __device__ inline unsigned int pack_f16(float low, float high) {
     return static_cast<unsigned int>(half_from_float(high)) << 16 | half_from_float(low);
 #endif
 }
+// The same, but numbers that are too large become the largest one.
+__device__ inline unsigned int pack_finite_f16(float low, float high) {
+    unsigned int pair;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 
 __device__ inline unsigned int pack_bf16(float low, float high) {
     unsigned int pair;

@@ -23,8 +23,10 @@ __device__ inline acc_t added_score(const ModArrays&, acc_t, int, int, SplitInde
 // Whether arrays are read at places that depend on the query or the key.
 constexpr bool kScoreModLooksUp = false;
 
-// Whether the derivative by the score is ever anything but 1; and the derivative.
+// Whether the derivative by the score is ever anything but 1, and whether it depends on the score;
+// and the derivative.
 constexpr bool kScoreModSlopes = false;
+constexpr bool kSlopeAsksScore = false;
 __device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
     return 1;
 }

@@ -61,6 +61,10 @@ void barrier_wait(const void* barrier, unsigned parity, const char* file, int li
 void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
                    const char* file, int line);
 
+// The same for threads that vote and wait; returns how many of them say aye.
+unsigned vote_at_named_barrier(const char* operation, unsigned id, unsigned threads, bool aye,
+                               const char* file, int line);
+
 // What the calling thread knows to be written, wgmma and the copy engine see from now on.
 void proxy_fence();
 

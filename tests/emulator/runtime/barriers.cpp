@@ -94,15 +94,22 @@ void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits) {
     }
     barrier.arriving.join(running_->past);
     tick(*running_);
+    if (meeting.in != nullptr) barrier.ayes += *static_cast<const bool*>(meeting.in);
     if (++barrier.arrived < threads) {
         if (waits) meet(meeting);
         return;
     }
     const NamedBarrier ended = std::exchange(barrier, {});
+    const auto tell = [&](const Meeting& of) {
+        if (of.out != nullptr) *static_cast<unsigned*>(of.out) = ended.ayes;
+    };
     for (Thread& thread : threads_) {
         if (!thread.waits_in(Meeting::Of::kNamedBarrier)) continue;
-        if (thread.meeting.named == meeting.named) thread.resume_with(ended.arriving);
+        if (thread.meeting.named != meeting.named) continue;
+        tell(thread.meeting);
+        thread.resume_with(ended.arriving);
     }
+    tell(meeting);
     if (waits) running_->resume_with(ended.arriving);
 }
 

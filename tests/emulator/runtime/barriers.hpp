@@ -43,6 +43,7 @@ struct SharedBarrier {
 struct NamedBarrier {
     unsigned threads = 0;  // as who arrived first said
     unsigned arrived = 0;
+    unsigned ayes = 0;  // votes
     Past arriving{};
 };
 constexpr unsigned kNamedBarriers = 16;

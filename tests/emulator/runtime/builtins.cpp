@@ -161,6 +161,15 @@ void named_barrier(const char* operation, unsigned id, unsigned threads, bool wa
     Block::current().arrive_named(meeting, threads, waits);
 }
 
+unsigned vote_at_named_barrier(const char* operation, unsigned id, unsigned threads, bool aye,
+                               const char* file, int line) {
+    unsigned ayes = 0;
+    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line, &aye, &ayes};
+    meeting.named = id;
+    Block::current().arrive_named(meeting, threads, true);
+    return ayes;
+}
+
 void proxy_fence() {
     Block::current().fence_proxy();
 }

@@ -8,8 +8,8 @@
 #include "hopper/product_turns.cuh"
 
 // Whether slopes are kept where dS^T will be shared. Those of a soft cap alone follow from P.
-constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
-constexpr bool kSlopesFromWeights = kSlopes && !kSlopesWait;
+constexpr bool kSlopesWait = kSlopes && !kSlopesOfPlaces && (kScoreMod || kAlibi || kBias);
+constexpr bool kSlopesFromWeights = kSlopes && !kSlopesOfPlaces && !kSlopesWait;
 static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
 static_assert(kScoresTogether || !kDropout, "nobody draws which weights are kept");
 
@@ -169,6 +169,7 @@ struct Consumer : GradientHandout {
             softmax.template differentiate<false, kSlopesFromWeights>(dp, p, rows, walk.tile);
         }
         if constexpr (kArrayGradients) add_to_arrays(dp, walk);
+        if constexpr (kSlopesOfPlaces) apply_slopes_of_places(dp, walk);
         if constexpr (kSlopesWait)
             softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], row_of_warp());
     }
@@ -324,6 +325,15 @@ struct Consumer : GradientHandout {
 
     // Turns products into scores, if scores are more than scaled products. Masked matters only to
     // functions.
+    template <class Walk>
+    __device__ void apply_slopes_of_places(Scores& ds, const Walk& walk) const {
+        if (walk.masked()) {
+            softmax.template apply_slopes<true>(ds, place_of(walk));
+        } else {
+            softmax.template apply_slopes<false>(ds, place_of(walk));
+        }
+    }
+
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);

@@ -10,6 +10,9 @@ using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
+// Whether slopes are kept where dS^T will be shared.
+constexpr bool kKeepsSlopes = kSlopes && !kSlopesOfPlaces;
+
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 
@@ -130,11 +133,11 @@ struct Consumer {
     template <class Walk>
     __device__ void share_gradients(Scores& dp, const Weights& p, const Walk& walk) {
         if (walk.masked()) {
-            differentiate<true>(dp, p, walk.tile);
+            differentiate<true>(dp, p, walk);
         } else {
-            differentiate<false>(dp, p, walk.tile);
+            differentiate<false>(dp, p, walk);
         }
-        if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], row_of_warp());
+        if constexpr (kKeepsSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], row_of_warp());
         Weights rounded;
         share(smem.ds, smem.ds_ring, dp, rounded);
     }
@@ -288,7 +291,7 @@ struct Consumer {
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
-        if constexpr (kSlopes) {
+        if constexpr (kKeepsSlopes) {
             smem.ds_ring.wait_empty(at);
             const auto bias = receive_bias<bias_t>(place);
             softmax.template shape<Masked>(s, bias, smem.ds[at.stage], row_of_warp(), place);
@@ -310,18 +313,19 @@ struct Consumer {
         send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, first_col);
     }
 
-    template <bool Masked>
-    __device__ void differentiate(Scores& dp, const Weights& own_p, int tile) const {
+    template <bool Masked, class Walk>
+    __device__ void differentiate(Scores& dp, const Weights& own_p, const Walk& walk) const {
         const Statistics& rows = smem.rows[at.stage];
         if constexpr (kDropout) {
-            softmax.template differentiate<Masked, false>(dp, own_p, rows, tile);
+            softmax.template differentiate<Masked, false>(dp, own_p, rows, walk.tile);
         } else {
             Weights rounded;
             Scores p;
             read_rows<kBlockM>(rounded, smem.p[at.stage], row_of_warp());
             widen_operand<kBlockM>(p, rounded);
-            softmax.template differentiate<Masked, false>(dp, p, rows, tile);
+            softmax.template differentiate<Masked, false>(dp, p, rows, walk.tile);
         }
+        if constexpr (kSlopesOfPlaces) softmax.template apply_slopes<Masked>(dp, place_of(walk));
     }
 
     // Shares a tile and leaves it `rounded`.

@@ -11,6 +11,8 @@
 
 // Whether a score's derivative by the scaled product, its slope, may differ from 1.
 constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
+// Whether slopes depend on places alone: then they are computed where they are needed.
+constexpr bool kSlopesOfPlaces = kSlopes && !kSoftcap && !kSlopeAsksScore;
 
 // Whether ALiBi's line is added in two parts: one with the LSE, the rest in the exponential.
 constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
@@ -144,13 +146,24 @@ struct KeySoftmax {
                           const TilePlace& place) const {
         shape<Masked>(s, bias, place, [&](int col, const WgmmaSums<kWgmmaK>& of_sixteen) {
             WgmmaOperand<kWgmmaK> rounded;
-            round_to_operand<kWgmmaK>(rounded, of_sixteen);
+            // One that is infinite would make a NaN of a weight of 0.
+            round_to_operand<kWgmmaK, operand_t, true>(rounded, of_sixteen);
             write_rows<kWgmmaK>(slopes, rounded, warp_row, col);
         });
     }
 
-    // Turns the gradient of the scores into that of the products times the scale, with the slopes
-    // that `shape` wrote. Afterwards the memory of the slopes is free.
+    // Turns the gradient of the scores into that of the products times the scale, with slopes that
+    // depend on places.
+    template <bool Masked>
+    __device__ void apply_slopes(WgmmaSums<BlockM>& ds, const TilePlace& place) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) {
+            ds[i] *= modified_slope(place.features, 0, place.batch, place.head,
+                                    row_at<Masked>(i, place), key_at<Masked>(i % 4 / 2));
+            if (Masked && !sees(i, place)) ds[i] = 0;
+        }
+    }
+    // The same with the slopes that `shape` wrote. Afterwards the memory of the slopes is free.
     template <class Tile>
     __device__ static void apply_slopes(WgmmaSums<BlockM>& ds, Tile& slopes, int warp_row) {
         __syncwarp();
@@ -230,7 +243,15 @@ struct KeySoftmax {
     }
 
   private:
-    // The same by the range of rows alone.
+    // The row of element i of a thread's scores, or the last row of all.
+    template <bool Masked>
+    __device__ SplitIndex row_at(int i, const TilePlace& place) const {
+        const SplitIndex row(place.first_row + query, i / 4 * 8 + i % 2);
+        if constexpr (Masked) return min(int(row), last_row);
+        return row;
+    }
+
+    // Whether a row sees one of the thread's two keys, by the range of rows alone.
     __device__ bool in_range(int row, int half) const {
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
     }
@@ -296,8 +317,7 @@ struct KeySoftmax {
         if constexpr (kAlibi) shaped.score -= alibi(i, place);
         if constexpr (kScoreMod) {
             const auto& [features, batch, head, first_row] = place;
-            SplitIndex q_idx(first_row + query, i / 4 * 8 + i % 2);
-            if (Masked) q_idx = min(int(q_idx), last_row);
+            const SplitIndex q_idx = row_at<Masked>(i, place);
             const SplitIndex kv_idx = key_at<Masked>(i % 4 / 2);
             shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, kv_idx);
             shaped.score = modified_score(features, shaped.score, batch, head, q_idx, kv_idx);

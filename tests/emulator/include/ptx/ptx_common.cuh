@@ -34,6 +34,10 @@ inline void named_barrier_sync(int id, EMULATOR_HERE) {
     emulator::named_barrier("bar.sync", id, Threads, true, file, line);
 }
 template <int Threads>
+inline bool named_barrier_or(int id, bool aye, EMULATOR_HERE) {
+    return emulator::vote_at_named_barrier("barrier.red", id, Threads, aye, file, line) > 0;
+}
+template <int Threads>
 inline void named_barrier_arrive(int id, EMULATOR_HERE) {
     emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
 }

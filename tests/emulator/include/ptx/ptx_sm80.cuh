@@ -186,6 +186,12 @@ inline unsigned pack_f16(float low, float high) {
     return static_cast<unsigned>(half_from_float(high)) << 16 | half_from_float(low);
 }
 
+inline unsigned pack_finite_f16(float low, float high) {
+    constexpr float kLargest = 65504;
+    const auto finite = [&](float x) { return fabsf(x) > kLargest ? copysignf(kLargest, x) : x; };
+    return pack_f16(finite(low), finite(high));
+}
+
 inline unsigned pack_bf16(float low, float high) {
     return static_cast<unsigned>(bfloat16_from_float(high)) << 16 | bfloat16_from_float(low);
 }

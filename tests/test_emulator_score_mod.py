@@ -5,8 +5,8 @@ from dataclasses import replace
 import feature_cases as cases
 import numpy as np
 import pytest
-from emulator import calls
 import test_emulator_split_kv as few
+from emulator import calls
 from test_emulator_backward_features import TILES as BACKWARD_TILES
 from test_emulator_forward_features import TILES
 from test_emulator_hopper_features import DEVICE as FEW_SMS

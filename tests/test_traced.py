@@ -72,7 +72,7 @@ PLACES = {
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
 def compute(request, tmp_path):
-    """Results of functions, (functions, values), of arrays x, y, i and j in a kernel for operands of a dtype."""
+    """Results of functions, (functions, values), of x, y, i and j, in a kernel for operands of a dtype."""
     emulator.with_probe(SOURCE, tmp_path)
     run = on_gpu if request.param == "gpu" else on_emulator
 

@@ -157,7 +157,7 @@ def ladder(record: Row) -> str:
 
 def choice(_: Row) -> str:
     """What each rung that is made for use supports, for who wants to know which one his call gets."""
-    kernels = [kernel for kernel in KERNELS.values() if kernel.features or kernel.only_arch]
+    kernels = [kernel for kernel in KERNELS.values() if not kernel.on_request]
 
     def of(direction: str) -> list[Kernel]:
         return [kernel for kernel in kernels if kernel.direction == direction]

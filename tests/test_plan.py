@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -655,6 +656,40 @@ def test_the_cheapest_or_last_rung_is_taken(arch: str, direction: Direction, dty
         assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
     assert asked.reasons[0] == f"{chosen.kernel}: chosen by the caller"
     assert chosen.launches == asked.launches
+
+
+PLANNING = sys.modules[make_plan.__module__]  # `cufa.plan` is the function
+# A copy of a rung, as whoever writes one begins.
+COPY = replace(KERNELS["fwd_4_flash_v2"], name="fwd_99_copy", entries=("fwd_99_copy",))
+
+
+def add_to_the_ladder(monkeypatch: pytest.MonkeyPatch, kernel: kernels.Kernel) -> None:
+    """As its last rung, with the planner of fwd_4_flash_v2."""
+    ladder = {**KERNELS, kernel.name: kernel}
+    for module in (kernels, PLANNING):
+        monkeypatch.setattr(module, "KERNELS", ladder)
+    monkeypatch.setitem(PLANNING._PLANNERS, kernel.name, tiled.flash_v2)
+
+
+def test_a_rung_on_request_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, device = problem_for("fwd_4_flash_v2"), Device.of("sm_75")
+    own = replace(COPY, entries=KERNELS["fwd_4_flash_v2"].entries)
+    add_to_the_ladder(monkeypatch, own)
+    assert make_plan(problem, device).kernel == own.name  # the last that supports the call
+    add_to_the_ladder(monkeypatch, replace(own, on_request=True))
+    chosen = make_plan(problem, device)
+    assert chosen.kernel == "fwd_4_flash_v2"
+    assert f"{own.name} runs only if a call names it" in chosen.reasons
+    assert make_plan(problem, device, own.name).kernel == own.name
+
+
+def test_a_planner_that_launches_what_its_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_to_the_ladder(monkeypatch, COPY)
+    expected = (
+        "^the planner of fwd_99_copy launches fwd_4_flash_v2, and the kernel's entries are fwd_99_copy; "
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        make_plan(problem_for("fwd_4_flash_v2"), Device.of("sm_75"), COPY.name)
 
 
 @pytest.mark.parametrize(("queries", "priced"), [(1, 4), (16, 4), (17, 128)])

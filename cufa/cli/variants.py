@@ -152,13 +152,31 @@ def compile_variant(request: Request) -> Compiled:
     except ValueError as error:
         # The error names the kernel, as the table does.
         return Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
+    except RuntimeError as error:  # the kernel's planner is wrong
+        return Compiled(request, error=str(error))
     try:
         build = jit.build(planned.variant)
     except (CompileError, OSError) as error:  # OSError: the code cannot be kept
         return Compiled(request, planned, error=str(error))
     except (NVRTCMissingError, ValueError) as error:
         raise output.Failure(str(error)) from error
+    missing = _missing_entries(planned, build)
+    if missing:
+        return Compiled(request, planned, error=missing)
     return Compiled(request, planned, build, tuple(_entries(request.device, planned, build)))
+
+
+def _missing_entries(planned: Planned, build: jit.Build) -> str:
+    """What to say if a launched entry is not in the compiled file, as in a copy that kept its old name."""
+    if build.arch.virtual:  # PTX: the driver allocates registers when it compiles it
+        return ""
+    missing = [launch.entry for launch in planned.launches if launch.entry not in build.resources]
+    if not missing:
+        return ""
+    return (
+        f"the plan launches {', '.join(missing)}, and the entries of {planned.variant.source} are "
+        f"{', '.join(build.resources)}"
+    )
 
 
 def _plan(request: Request) -> Planned:
@@ -247,7 +265,7 @@ def _probabilities_launches(request: Request) -> tuple[Variant, tuple[Launch, ..
 def _entries(device: Device, planned: Planned, build: jit.Build) -> Iterator[Entry]:
     for launch in planned.launches:
         used = build.resources.get(launch.entry)
-        if used is None:  # PTX: the driver allocates registers when it compiles it
+        if used is None:  # of PTX nothing is known
             continue
         smem_bytes = launch.smem_bytes + used.static_smem
         blocks = device.blocks_resident(launch.block, used.registers, smem_bytes)

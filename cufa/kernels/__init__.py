@@ -62,7 +62,8 @@ class Kernel:
     sequence length N.
     `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
     next to each other; `mixes_dtypes`, that K and V may be of 8 bits beside Q in 16. `features` are the names
-    of those that it supports (`cufa.problem.Features.names`).
+    of those that it supports (`cufa.problem.Features.names`). One that is `on_request` runs only if a call
+    names it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Kernel:
     ascending_only: bool = False
     reads_transposed: bool = False
     mixes_dtypes: bool = False
+    on_request: bool = False
 
     @property
     def source(self) -> str:
@@ -425,6 +427,7 @@ _LADDER = (
         idea="standard attention: S and P in global memory, safe softmax in three passes",
         paper="Dao et al. 2022, Algorithm 0",
         memory="O(N^2)",
+        on_request=True,
     ),
     Kernel(
         name="fwd_2_online_softmax",
@@ -433,6 +436,7 @@ _LADDER = (
         idea="softmax in two passes, with a running maximum and sum",
         paper="Milakov and Gimelshein 2018, Algorithm 3",
         memory="O(N^2)",
+        on_request=True,
     ),
     Kernel(
         name="fwd_3_flash_v1",
@@ -441,6 +445,7 @@ _LADDER = (
         idea="tiles in shared memory; outer loop over keys, one launch per block of keys",
         paper="Dao et al. 2022, Algorithm 1",
         memory="O(N)",
+        on_request=True,
     ),
     Kernel(
         name="fwd_4_flash_v2",
@@ -539,6 +544,7 @@ _LADDER = (
         idea="standard backward: P and dS in global memory",
         paper="Dao et al. 2022, Algorithm 3",
         memory="O(N^2)",
+        on_request=True,
     ),
     Kernel(
         name="bwd_2_flash_v2",
@@ -630,22 +636,33 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
-    """Why each rung, by name and in the ladder's order, does not support the problem or does not suit it.
+def reads_transposed(problem: Problem, device: Device, name: str | None = None) -> bool:
+    """Whether a kernel, or that of this name, can solve a problem whose values are stored transposed."""
+    kernels = KERNELS.values() if name is None else (kernel_named(name),)
+    return any(kernel.reads_transposed and not kernel.unsupported(problem, device) for kernel in kernels)
 
-    None for a rung that does both. Raises ValueError if none does, with the reason of each that takes the
-    dtypes.
+
+def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
+    """Why each rung, by name and in the ladder's order, is not for a call that names none.
+
+    None for a rung that supports and suits the problem and is not there on request only. Raises ValueError if
+    none does, with the reason of each that takes the dtypes.
     """
-    rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
-    reasons = {
-        kernel.name: kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
-        for kernel in rungs
-    }
+    rungs = [kernel for kernel in KERNELS.values() if kernel.direction == problem.direction]
+    reasons = {kernel.name: _verdict(kernel, problem, device) for kernel in rungs}
     if None not in reasons.values():
         of_dtypes = (reasons[kernel.name] for kernel in reversed(rungs) if kernel.takes_dtypes(problem))
         why = "; ".join(filter(None, of_dtypes))
         raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
     return reasons
+
+
+def _verdict(kernel: Kernel, problem: Problem, device: Device) -> str | None:
+    """None if a call that names no kernel may get this one, else why not."""
+    reason = kernel.unsupported(problem, device)
+    if reason is None and kernel.on_request:
+        return f"{kernel.name} runs only if a call names it"
+    return reason or kernel.unsuited(problem, device)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from cufa.device import Device
-from cufa.kernels import kernel_named
+from cufa.kernels import KERNELS, kernel_named
 from cufa.messages import shown
 from cufa.plan import (
     bias_gradient,
@@ -77,7 +77,8 @@ def make_plan(
     tile sizes of that kernel, by the names in a printed plan; the others are chosen to suit.
 
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
-    fit; the message has the arithmetic. Raises TypeError unless tiles is a mapping to integers.
+    fit; the message has the arithmetic. Raises TypeError unless tiles is a mapping to integers, and
+    RuntimeError if the kernel's planner is wrong: it launches an entry that the kernel does not have.
     """
     overrides = {} if tiles is None else check_tiles(tiles)
     mix = mixed.mix_of(problem, device) if kernel is None and not overrides else None
@@ -133,6 +134,8 @@ def _plan(
     kernel: str, problem: Problem, device: Device, decided: Decisions, why: tuple[str, ...] = ()
 ) -> Plan:
     """The Plan of a kernel that was chosen for the reasons `why`."""
+    if kernel in KERNELS:
+        _check_entries(kernel, KERNELS[kernel].entries, decided.launches)
     return Plan(
         kernel=kernel,
         source=f"{kernel}.cu",
@@ -146,3 +149,12 @@ def _plan(
         boxes=decided.boxes,
         parting=decided.parting,
     )
+
+
+def _check_entries(kernel: str, entries: Collection[str], launches: Iterable[Launch]) -> None:
+    for launch in launches:
+        if launch.entry not in entries:
+            raise RuntimeError(
+                f"the planner of {kernel} launches {launch.entry}, and the kernel's entries are "
+                f"{', '.join(entries)}; a planner names the entries of its own kernel"
+            )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from cufa import cache, jit
 from cufa.cli import compile, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
+from cufa.plan import make_plan
 
 TINY = ("--arch", "sm_80", "--head-dim", "16")
 nvrtc = pytest.mark.usefixtures("nvrtc")
@@ -466,6 +468,29 @@ def test_compile_exits_with_1_when_a_kernel_fails(monkeypatch):
     assert "expected a ';'" in result.stderr
     (failed,) = run_json("compile", "fwd_1_naive", *TINY, code=1)
     assert failed["error"] == "expected a ';'"
+
+
+def test_a_planner_and_a_file_that_disagree_about_entries_fail(monkeypatch):
+    """By the registry's row, or, if that agrees with the planner, by what was compiled."""
+    genuine = KERNELS["fwd_1_naive"]
+
+    def register(*entries):
+        kernels = {**KERNELS, "fwd_1_naive": replace(genuine, entries=entries)}
+        monkeypatch.setattr(sys.modules[make_plan.__module__], "KERNELS", kernels)
+
+    register("scores", "softmax")
+    failed = run("compile", "fwd_1_naive", *TINY, code=1)
+    assert "FAILED" in failed.stdout
+    launched = "the planner of fwd_1_naive launches output, and the kernel's entries are scores, softmax"
+    assert launched in " ".join(failed.stderr.split())
+
+    register(*genuine.entries)
+    used = jit.Resources(32, 0, 0, 0, 0)
+    built = jit.Build("", Path(), Device.of("sm_80").arch, "", {"scores": used, "rows": used}, 1.0, False)
+    monkeypatch.setattr(compile.jit, "build", lambda _: built)
+    failed = run("compile", "fwd_1_naive", *TINY, code=1)
+    launched = "the plan launches softmax, output, and the entries of fwd_1_naive.cu are scores, rows"
+    assert launched in " ".join(failed.stderr.split())
 
 
 def test_compile_says_what_to_install(monkeypatch):

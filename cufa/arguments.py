@@ -169,7 +169,7 @@ def _side(keys: Any) -> int | None:
 
 
 def _wrong_window(name: str, window: object) -> str:
-    return f"{name} is {shown(window)}; it may be None or a pair (left, right) of numbers of keys"
+    return f"{name} is {shown(window)}; it may be None or a tuple or list (left, right) of two integers"
 
 
 def check_softcap(softcap: float) -> float:

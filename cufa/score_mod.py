@@ -71,7 +71,13 @@ class _Mod:
     symbols: ClassVar[Mapping[str, Kind]]
     floats = np.dtype(np.float32)  # that of numbers, if there is no score
 
-    def __init__(self, function: Callable[..., Any], *arrays: Any) -> None:
+    def __init__(self, function: Callable[..., Any] | None = None, *arrays: Any, **named: Any) -> None:
+        if named:  # Python's own message would not say how arrays are given
+            kind, names = type(self).__name__, ", ".join(named)
+            raise TypeError(
+                f"{names} of {kind} is given by name; arrays are given by position, as in "
+                f"cufa.{kind}(function, {names})"
+            )
         if not callable(function):
             raise TypeError(f"{self.name}'s function is {shown(function)}; it must be a function")
         self._function = function

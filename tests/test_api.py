@@ -417,7 +417,7 @@ class Learnable(float):
         ({"softmax_scale": True}, TypeError, "softmax_scale is True; it may be a number or None"),
         ({"softcap": np.bool_(True)}, TypeError, "softcap is np.True_; it may be a number"),
         ({"dropout_p": True}, TypeError, "dropout_p is True; it may be a number"),
-        ({"window": (True, 0)}, TypeError, "window is (True, 0); it may be None or a pair (left, right)"),
+        ({"window": (True, 0)}, TypeError, "window is (True, 0); it may be None or a tuple or list (left"),
         ({"causal": 5}, TypeError, "causal is 5; it may be True or False"),
         ({"softmax_scale": -1e300}, ValueError, "softmax_scale is -1e+300; for float32 it must be 0 or from"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan; it must be finite"),
@@ -442,7 +442,7 @@ class Learnable(float):
             TypeError,
             "causal is a numpy.ndarray of shape (3,); it may be True or False",
         ),
-        ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0); it may be None or a pair (left, right)"),
+        ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0); it may be None or a tuple or list (left"),
         ({"backend": "gpu"}, ValueError, "backend is 'gpu'; it may be 'numpy', 'cuda' or None"),
         (
             {"backend": np.ones(2)},

@@ -497,11 +497,11 @@ BITS = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k in bytes of 8 bits), wh
         ({"dropout_p": 0.1, "offset": 2**32}, f"offset is {2**32}; it must be at least 0 and below 2**32"),
         (
             {"window": 3},
-            "window is 3; it may be None or a pair (left, right) of numbers of keys",
+            "window is 3; it may be None or a tuple or list (left, right) of two integers",
         ),
         (
             {"window": (-2, 0)},
-            "window is (-2, 0); it may be None or a pair (left, right) of numbers of keys, "
+            "window is (-2, 0); it may be None or a tuple or list (left, right) of two integers, "
             "0 to 2147483647, None or -1 for all",
         ),
     ],
@@ -529,7 +529,7 @@ def test_impossible_values(arguments: dict[str, Any], message: str) -> None:
         ),
         (
             {"window": (1.5, 0)},
-            "window is (1.5, 0); it may be None or a pair (left, right) of numbers of keys, "
+            "window is (1.5, 0); it may be None or a tuple or list (left, right) of two integers, "
             "None or -1 for all",
         ),
         ({"dropout_p": 0.1, "seed": 1.0}, "seed is 1.0; it must be an integer"),

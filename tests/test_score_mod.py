@@ -368,7 +368,7 @@ class Foreign:
     [
         (lambda s, b, h, i, j: s + Foreign()[h], r"only integers are valid indices \(got Expression\)"),
         (lambda s, b, h, i, j: (i - j).abs(), "'Expression' object has no attribute 'abs'"),
-        (lambda s, *_: round(s), ".*__round__ method"),
+        (lambda s, *_: divmod(s, 2), r"unsupported operand type\(s\) for divmod\(\): .*"),
         (lambda s, b, h, i, j: {0: s}[h], r"Expression\(.*\)"),
     ],
 )
@@ -518,6 +518,16 @@ def test_plan_of_gradients_of_arrays(function: Any, kernel: str) -> None:
 def test_arrays_that_it_cannot_read(array: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         ScoreMod(lambda s, b, h, i, j, x: s + x[h], array)
+
+
+@pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
+def test_arrays_have_no_names_and_a_function_is_needed(kind: type[ScoreMod] | type[MaskMod]) -> None:
+    name = kind.__name__
+    expected = rf"^table of {name} is given by name; .* by position, as in cufa\.{name}\(function, table\)$"
+    with pytest.raises(TypeError, match=expected):
+        kind(lambda *_: True, table=np.zeros(3))
+    with pytest.raises(TypeError, match=f"^{kind.name}'s function is None; it must be a function$"):
+        kind()
 
 
 @pytest.mark.parametrize(

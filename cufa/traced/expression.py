@@ -156,6 +156,12 @@ class Expression:
     def __int__(self) -> int:
         raise TypeError("a traced value cannot be made a number by int(); use np.floor or .astype(np.int32)")
 
+    def __round__(self, _: Any = None) -> int:
+        raise TypeError("a traced value cannot be rounded by round(); use np.floor(value + 0.5)")
+
+    def __trunc__(self) -> int:
+        raise TypeError("a traced value cannot be truncated by math.trunc(); use .astype(np.int32)")
+
     def __index__(self) -> int:
         raise TypeError(
             "a traced value can only index arrays that the function is given; give it the array, as in "

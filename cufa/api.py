@@ -9,7 +9,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,16 +43,16 @@ from cufa.call import (
     cpu_options,
     empty,
     known_of,
+    plan_of,
     run_on_gpu,
     write_probabilities,
 )
-from cufa.device import Device, target
+from cufa.device import target
 from cufa.messages import kind_of, shown
 from cufa.params import FeatureValues
-from cufa.plan import Plan, make_plan
+from cufa.plan import Plan
 from cufa.problem import (
     DTYPES,
-    MAX_ALIGN_BYTES,
     Direction,
     LayoutName,
     Precision,
@@ -64,7 +63,7 @@ from cufa.problem import (
 )
 from cufa.score_mod import Mods, mods_of
 from cufa.score_rules import Rules
-from cufa.tensor_layout import contiguous_bias_lies_in_boxes, contiguous_strides
+from cufa.tensor_layout import contiguous_strides
 from cufa.untraced import untraced
 
 
@@ -146,7 +145,7 @@ def attention(
             fastest with v stored transposed: a view of a (batch, kv_heads, value_dim, seqlen_k) array in
             which keys are adjacent and the other strides are multiples of 16, with head dims that are
             multiples of 16 and a multiple of 4 keys, neither packed nor in pages. Do not store v transposed
-            for few queries, as in decoding, or on another GPU.
+            for few queries, as in decoding, or for another GPU, which copies it in each call.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 for all
             on that side. With `causal`, right is 0.
@@ -270,7 +269,7 @@ def attention(
 
     if call.on_gpu:
         chosen = chosen_of(kernel, tiles, arch)
-        run_on_gpu(call, TENSORS["forward"], call.known.layout, scale, values, workspace, chosen)
+        run_on_gpu(call, TENSORS["forward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
@@ -317,7 +316,7 @@ def check_attention(
     of_scores = {name: own[name] for name in FEATURE_ARRAYS if name in own}
     Rules(softmax_scale=scale, **of_scores).sequences(own["q"], own["k"])
     if arrays.gpu_usable():
-        _plan_of(known.problem, target(None), None, None)
+        plan_of(known, {}, False, target(None))
 
 
 @untraced
@@ -471,7 +470,7 @@ def attention_backward(
 
     if call.on_gpu:
         chosen = chosen_of(kernel, tiles, arch)
-        run_on_gpu(call, TENSORS["backward"], call.known.layout, scale, values, workspace, chosen)
+        run_on_gpu(call, TENSORS["backward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
@@ -563,11 +562,11 @@ def plan(
     """Return the Plan that a call with these arrays would use on the GPU, and why. Compiles and runs nothing.
 
     Args:
-        q: anything with the shape and dtype of an array; likewise k and v. Arrays are assumed to be as well
-            aligned as their rows allow.
+        q: anything with the shape and dtype of an array; likewise k and v. Without strides, it counts as
+            contiguous; unless it is CuPy's, as well aligned as its strides allow.
         k: as above.
-        v: as above; if it has strides, they say whether it is stored transposed. If k and v are arrays of
-            NumPy or CuPy, their addresses say whether v is a view of the first columns of k.
+        v: as above. If k and v are arrays of NumPy or CuPy, their addresses say whether v is a view of the
+            first columns of k.
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
@@ -626,17 +625,8 @@ def plan(
     )
     known = known_of(direction, described, asked)
     _scale_of(known.problem, softmax_scale, values)
-    in_keys = known.keeps_keys and arrays.values_in_keys(k, v)
-    problem = replace(known.problem, values_in_keys=in_keys)
-    return _plan_of(problem, target(arch, for_plan_only=True), kernel, tiles)
-
-
-def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles | None) -> Plan:
-    """Plan for arrays that are as well aligned as their rows allow."""
-    align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
-    in_boxes = contiguous_bias_lies_in_boxes(problem)
-    placed = replace(problem, align_bytes=align_bytes, bias_boxes=in_boxes)
-    return make_plan(placed, device, kernel, tiles)
+    device = target(arch, for_plan_only=True)
+    return plan_of(known, arrays.addresses_on_gpu(named), arrays.values_in_keys(k, v), device, kernel, tiles)
 
 
 def _described(name: str, array: Any) -> Described:

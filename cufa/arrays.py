@@ -173,6 +173,11 @@ def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[st
     }
 
 
+def addresses_on_gpu(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The addresses of those arrays that are CuPy's."""
+    return {name: address(array) for name, array in arrays.items() if isinstance(array, _cupy_ndarray())}
+
+
 def values_in_keys(k: Any, v: Any) -> bool:
     """`lie_in_keys` of arrays; False if one is not of NumPy or CuPy, such as a description for a plan."""
     if not all(isinstance(array, (np.ndarray, _cupy_ndarray())) for array in (k, v)):

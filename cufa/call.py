@@ -16,10 +16,10 @@ import numpy as np
 from cufa import arrays, launch, probabilities
 from cufa.arguments import DESCALES, FEATURE_ARRAYS, Options, check_fits, check_options, make_problem
 from cufa.arrays import Described
-from cufa.device import Arch, target
-from cufa.kernels import kernel_named
+from cufa.device import Arch, Device, target
+from cufa.kernels import kernel_named, reads_transposed
 from cufa.params import FeatureValues, pack_features, pack_values
-from cufa.plan import check_tiles, make_plan, make_probabilities_plan
+from cufa.plan import Plan, check_tiles, make_plan, make_probabilities_plan
 from cufa.problem import (
     PLAIN,
     Axes,
@@ -91,6 +91,7 @@ class Known:
     that are not in the layout: shape, strides and element size of what kernels read or write.
     """
 
+    direction: Direction
     problem: Problem
     options: Options
     arrays: tuple[Described, ...]
@@ -206,7 +207,10 @@ def _has_hash(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -> Known:
+def _known(
+    direction: Direction, tensors: tuple[Described, ...], asked: Asked, may_be_transposed: bool = True
+) -> Known:
+    """`known_of`; unless V `may_be_transposed`, it is copied if it is stored so."""
     options = Options(*asked)
     shapes = {name: shape for name, shape, _, _ in tensors}
     dtypes = {name: dtype for name, _, _, dtype in tensors}
@@ -222,7 +226,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
     storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
     storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
-    if lies_transposed(problem, storage["v"], key_axes):
+    if may_be_transposed and lies_transposed(problem, storage["v"], key_axes):
         problem = replace(problem, transposed_values=True)
         storage["v"] = transposed(storage["v"], key_axes)
     own_itemsizes = {"out": problem.output.itemsize, "k": problem.key_itemsize, "v": problem.key_itemsize}
@@ -253,6 +257,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
         if name not in names and features is not PLAIN
     }
     return Known(
+        direction=direction,
         problem=problem,
         options=options,
         arrays=tensors,
@@ -270,17 +275,64 @@ def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
 
 
+def plan_of(
+    known: Known,
+    addresses: Mapping[str, int],
+    in_keys: bool,
+    device: Device,
+    kernel: str | None = None,
+    tiles: Tiles | None = None,
+) -> Plan:
+    """The Plan of calls that are alike; arrays without an address count as well aligned.
+
+    `in_keys` says that rows of V are the beginnings of those of K.
+    """
+    names = TENSORS[known.direction]
+    align_bytes = known.layout.alignment(addresses.get(name, 0) for name in names)
+    known = _as_read(known, align_bytes, device, kernel)
+    boxes = _bias_lies_in_boxes(known, 0 if "bias" in known.copied else addresses.get("bias", 0))
+    placed = _placed(known, known.layout, align_bytes, in_keys and known.keeps_keys, boxes)
+    return make_plan(placed, device, kernel, tiles)
+
+
+def _as_read(known: Known, align_bytes: int, device: Device, kernel: str | None) -> Known:
+    """The same with V copied if it is stored transposed and no kernel, or not this one, reads it so."""
+    problem = replace(known.problem, align_bytes=align_bytes, ascending=known.layout.ascending)
+    if not problem.transposed_values or reads_transposed(problem, device, kernel):
+        return known
+    return _known(known.direction, known.arrays, known.options, False)
+
+
+def _placed(known: Known, layout: Layout, align_bytes: int, in_keys: bool, bias_boxes: bool) -> Problem:
+    """The problem of arrays that lie so."""
+    return replace(
+        known.problem,
+        align_bytes=align_bytes,
+        ascending=layout.ascending,
+        values_in_keys=in_keys,
+        bias_boxes=bias_boxes,
+    )
+
+
 def run_on_gpu(
     call: Call,
     names: tuple[str, ...],
-    layout: Layout,
+    layout: Layout | None,
     softmax_scale: float,
     values: FeatureValues,
     workspace: Any,
     chosen: Chosen,
 ) -> None:
-    """Launch the kernels for the named tensors, in the order of the parameter struct."""
-    known, tensors, addresses = call.known, call.tensors, call.addresses
+    """Launch the kernels for the named tensors, in the order of the parameter struct.
+
+    `layout` is that of the call's tensors, unless another is given.
+    """
+    tensors, addresses = call.tensors, call.addresses
+    if call.problem.transposed_values:
+        align_bytes = call.known.layout.alignment(addresses[name] for name in names if name in addresses)
+        call.known = _as_read(call.known, align_bytes, target(chosen[2]), chosen[0])
+    known = call.known
+    layout = layout or known.layout
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
@@ -378,13 +430,7 @@ def _executable(
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
-    placed = replace(
-        known.problem,
-        align_bytes=align_bytes,
-        ascending=layout.ascending,
-        values_in_keys=in_keys,
-        bias_boxes=bias_boxes,
-    )
+    placed = _placed(known, layout, align_bytes, in_keys, bias_boxes)
     executable = _loaded(placed, chosen, device_id)
     bias = Region(0, *known.side["bias"]) if bias_boxes else None
     return executable, executable.packer(layout, bias)

@@ -68,7 +68,7 @@ def quantize(
         cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
             outside all sequences are not written.
         seqlen_contiguous: whether tokens, not columns, are adjacent in memory, with the other strides
-            multiples of 16 bytes. Use it for values that a Hopper GPU reads; other GPUs refuse it. The
+            multiples of 16 bytes. Use it for values that a Hopper GPU reads; others copy them. The
             shape is the same. With `out`, its strides decide instead. NumPy arrays computed on a GPU are
             always C-contiguous.
         out: where to write the elements, with x's shape, float8_e4m3fn.

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tolerance import DTYPES
 
-from cufa.problem import FLOAT8, LAYOUTS, Features, Problem
+import cufa
+from cufa.problem import FLOAT8, INPUT_DTYPES, LAYOUTS, Features, Problem
 from cufa.tensor_layout import (
     Region,
     contiguous_bias_lies_in_boxes,
@@ -290,8 +291,48 @@ def test_biases_that_lie_in_boxes(bias, address, lies):
     ],
 )
 def test_contiguous_biases_that_lie_in_boxes(shape, dtype, lies):
-    sizes = {"batch": 2, "seqlen_q": 33, "seqlen_k": shape[-1], "heads": 4, "kv_heads": 2}
-    features = Features(bias=shape, bias_dtype=dtype)
-    problem = Problem("forward", "bfloat16", head_dim=64, value_dim=64, features=features, **sizes)
-    assert contiguous_bias_lies_in_boxes(problem) == lies
-    assert not contiguous_bias_lies_in_boxes(replace(problem, features=Features()))
+    bias = np.empty(shape, INPUT_DTYPES[dtype])
+    q, k = (np.empty((2, seqlen, 4, 64), INPUT_DTYPES["bfloat16"]) for seqlen in (33, shape[-1]))
+    problem = cufa.plan(q, k, k, bias=bias, arch="sm_90a").problem
+    assert problem.bias_boxes == contiguous_bias_lies_in_boxes(problem) == lies
+    without = cufa.plan(q, k, k, arch="sm_90a").problem
+    assert not without.bias_boxes
+    assert not contiguous_bias_lies_in_boxes(without)
+
+
+def test_a_plan_is_for_arrays_as_they_lie():
+    """As a call with them, whose workspace it sizes."""
+    rows = np.empty((1, 40, 2, 129), INPUT_DTYPES["bfloat16"])
+    q = np.empty((1, 40, 2, 128), rows.dtype)
+    for k, align_bytes, ascending in ((q, 16, True), (rows[..., :128], 2, True), (q[:, ::-1], 16, False)):
+        problem = cufa.plan(q, k, k, arch="sm_90a").problem
+        assert (problem.align_bytes, problem.ascending) == (align_bytes, ascending)
+
+
+class Described:
+    """A shape and a dtype, and nothing else."""
+
+    shape, dtype = (1, 40, 2, 128), INPUT_DTYPES["bfloat16"]
+
+
+def test_a_plan_for_no_array_is_for_one_that_lies_well():
+    assert cufa.plan(*(Described(),) * 3, arch="sm_90a").problem.align_bytes == 16
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reads"),
+    [
+        ("sm_90a", {}, True),
+        ("sm_90a", {"causal": True}, True),
+        ("sm_90a", {"alibi_slopes": np.ones(4, np.float32)}, False),
+        ("sm_90a", {"kernel": "fwd_8_split_kv"}, False),
+        ("sm_89", {}, False),
+    ],
+)
+def test_values_stored_transposed_are_copied_where_no_kernel_reads_them(arch, options, reads):
+    """Whatever the number of keys, only multiples of 4 of which can be read so."""
+    for seqlen in range(64, 69):
+        q = np.empty((2, seqlen, 4, 64), INPUT_DTYPES[FLOAT8])
+        v = np.empty((2, 4, 64, 80), q.dtype)[..., :seqlen].transpose(0, 3, 1, 2)
+        problem = cufa.plan(q, q, v, arch=arch, **options).problem
+        assert problem.transposed_values == (reads and seqlen % 4 == 0)

@@ -492,11 +492,14 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, Wan
     batch, heads, sums = problem.batch, problem.heads, problem.accumulator
     int32 = np.dtype(np.int32)
     for_heads = Wanted((heads,), sums, "(heads,)")
-    for_all_heads = Wanted((batch, heads), sums, "(batch, heads)")
+    if len(shapes.get("alibi_slopes", ())) == 2:
+        slopes = Wanted((batch, heads), sums, f"(heads,), which is {(heads,)} here, or (batch, heads)")
+    else:
+        slopes = Wanted((heads,), sums, f"(batch, heads), which is {(batch, heads)} here, or (heads,)")
     starts = Wanted((batch + 1,), int32, "(batch + 1,)")
     table = (batch, *shapes.get("block_table", ())[1:])
     expected = {
-        "alibi_slopes": for_all_heads if len(shapes.get("alibi_slopes", ())) == 2 else for_heads,
+        "alibi_slopes": slopes,
         "sink": for_heads,
         **dict.fromkeys(DESCALES, Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
         "cu_seqlens_q": starts,

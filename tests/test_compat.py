@@ -350,13 +350,19 @@ def test_what_flash_attn_would_not_take_apart_is_named(rng):
         ValueError, match=r"^qkv has shape \(2, 6, 2, 4, 8\); it must be \(batch, seqlen, 3, "
     ):
         compat.flash_attn_qkvpacked_func(kv)
-    with pytest.raises(ValueError, match=r"^kv has shape \(2, 6, 4, 8\); it must be \(batch, seqlen, 2, "):
+    with pytest.raises(
+        ValueError, match=r"^kv has shape \(2, 6, 4, 8\); it must be \(batch, seqlen_k, 2, kv_heads"
+    ):
         compat.flash_attn_kvpacked_func(q, k)
     ends = np.array([0, 2])
     with pytest.raises(
         ValueError, match=r"^qkv has shape \(2, 6, 2, 4, 8\); it must be \(tokens, 3, heads, head_dim\)"
     ):
         compat.flash_attn_varlen_qkvpacked_func(kv, ends)
+    with pytest.raises(
+        ValueError, match=r"^kv has shape \(2, 6, 2, 4, 8\); it must be \(tokens, 2, kv_heads, "
+    ):
+        compat.flash_attn_varlen_kvpacked_func(q[0], kv, ends, ends)
     with pytest.raises(TypeError, match=r"^cu_seqlens has dtype int64; it must be int32"):
         compat.flash_attn_varlen_qkvpacked_func(np.stack([q, k, v], axis=2)[0], ends)
     with pytest.raises(TypeError, match=r"^kv is a list; it may be a NumPy array"):
@@ -680,6 +686,21 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
             ValueError,
             r"v_cache has shape \(2, 8, 2, 8\) and",
         ),
+        (
+            {"k_cache": np.zeros((1, 9, 2, 8), np.float32)},
+            ValueError,
+            r"k_cache has shape \(1, 9, 2, 8\); it must have at least q's batch, 2$",
+        ),
+        (
+            {name: np.zeros((1, 9, 2, 8), np.float32) for name in ("v_cache", "v")},
+            ValueError,
+            r"v_cache has shape \(1, 9, 2, 8\); it must have at least q's batch, 2$",
+        ),
+        (
+            {"k_cache": np.zeros((4, 9, 2, 8), np.float32)},
+            ValueError,
+            r"v_cache has shape \(2, 9, 2, 8\) and k_cache \(4, 9, 2, 8\); all axes but the last",
+        ),
         ({"v_cache": np.broadcast_to(np.float32(0), (2, 9, 2, 8))}, ValueError, "v_cache is read-only"),
         ({"softcap": -1}, ValueError, "softcap is -1.0; it must be positive"),
         ({"alibi_slopes": np.ones(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be"),
@@ -706,7 +727,7 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ({"softmax_scale": 1e39}, ValueError, "softmax_scale is 1e[+]39; for float32 it must be 0 or from"),
         ({"softmax_scale": "k"}, TypeError, "softmax_scale is 'k'; it may be a number or None"),
         ({"softcap": 1e-40}, ValueError, "softcap is 1e-40; for float32 it must be 0 or from"),
-        ({"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); it may be None or a pair"),
+        ({"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); it may be None or a tuple"),
         (
             {"k_descale": np.ones((2, 2), np.float32)},
             ValueError,

@@ -126,7 +126,9 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> 
         TypeError: what `cufa.attention` raises.
     """
     with _errors_about_packed("qkv"):
-        return flash_attn_func(*_unpacked("qkv", qkv), *options, **named_options)
+        return flash_attn_func(
+            *_unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)"), *options, **named_options
+        )
 
 
 @untraced
@@ -147,7 +149,8 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
         TypeError: what `cufa.attention` raises.
     """
     with _errors_about_packed("kv"):
-        return flash_attn_func(q, *_unpacked("kv", kv), *options, **named_options)
+        k, v = _unpacked("kv", kv, "(batch, seqlen_k, 2, kv_heads, head_dim)")
+        return flash_attn_func(q, k, v, *options, **named_options)
 
 
 @untraced
@@ -295,7 +298,7 @@ def flash_attn_varlen_qkvpacked_func(
         TypeError: what `cufa.attention` raises.
     """
     with _errors_about_packed("qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens"):
-        q, k, v = _unpacked("qkv", qkv, "tokens")
+        q, k, v = _unpacked("qkv", qkv, "(tokens, 3, heads, head_dim)")
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
         )
@@ -319,7 +322,8 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
         TypeError: what `cufa.attention` raises.
     """
     with _errors_about_packed("kv"):
-        return flash_attn_varlen_func(q, *_unpacked("kv", kv, "tokens"), *options, **named_options)
+        k, v = _unpacked("kv", kv, "(tokens, 2, kv_heads, head_dim)")
+        return flash_attn_varlen_func(q, k, v, *options, **named_options)
 
 
 def _check_ends_of_keys_in_pages(cu_seqlens_k: Any, k: Any, block_table: Any) -> None:
@@ -355,13 +359,13 @@ def _errors_about_packed(packed: str, **names: str) -> Iterator[None]:
         raise renamed(error, names | of_parts) from None
 
 
-def _unpacked(name: str, packed: Any, tokens: str = "batch, seqlen") -> list[Any]:
+def _unpacked(name: str, packed: Any, axes: str) -> list[Any]:
     """Split the axis after the tokens into the arrays that the letters of the name stand for.
 
-    Raises ValueError if it has another length.
+    Raises ValueError if it has another length, or the array not these `axes`.
     """
     check_arrays(**{name: packed})
     shape, count = tuple(packed.shape), len(name)
-    if len(shape) != 4 + tokens.count(",") or shape[-3] != count:
-        raise ValueError(f"{name} has shape {shape}; it must be ({tokens}, {count}, heads, head_dim)")
+    if len(shape) != len(axes.split(",")) or shape[-3] != count:
+        raise ValueError(f"{name} has shape {shape}; it must be {axes}")
     return [packed[..., i, :, :] for i in range(count)]

@@ -214,12 +214,22 @@ def flash_attn_with_kvcache(
 
 
 def _first_entries(q: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
-    """The entries of caches for the sequences of q, if they have more. What is wrong is left to checks."""
+    """The entries of caches for the sequences of q, if they have more.
+
+    Raises ValueError if they have fewer, or not equally many; what else is wrong is left to other checks.
+    """
     shapes = [array.shape for array in (q, k_cache, v_cache)]
     if not all(len(shape) == 4 for shape in shapes) or not hasattr(type(k_cache), "__getitem__"):
         return k_cache, v_cache
     batch, of_keys, of_values = (shape[0] for shape in shapes)
-    if not batch < of_keys == of_values:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[0] < batch:
+            raise ValueError(
+                f"{name} has shape {tuple(cache.shape)}; it must have at least q's batch, {batch}"
+            )
+    if of_keys != of_values:
+        check_values(v_cache, k_cache, ("v_cache", "k_cache"))
+    if of_keys == batch:
         return k_cache, v_cache
     return k_cache[:batch, ...], v_cache[:batch, ...]
 

@@ -180,11 +180,11 @@ def attention(
             multiple of 2**-15. The others are multiplied by 1 / (1 - dropout_p). The LSE is unaffected.
         seed: seed of dropout's random numbers, 64 bits (Philox4x32-7).
         offset: which random sequence of that seed to use, 32 bits; use a new one in every call.
-        cu_seqlens_q: (batch + 1,) int32: where each sequence starts, and where the last ends, for packed
-            sequences. q and out are then (tokens, heads, head_dim); rows and keys of bias and mask are
-            numbered within each sequence, and must suffice for the longest. Tokens before the first sequence
-            and after the last are not written: in a new output they hold whatever was in memory. On a GPU the
-            numbers are not checked.
+        cu_seqlens_q: (batch + 1,) int32, for packed sequences: offsets, not lengths, where each sequence
+            starts, and where the last ends. q and out are then (tokens, heads, head_dim); rows and keys of
+            bias and mask are numbered within each sequence, and must suffice for the longest. Tokens before
+            the first sequence and after the last are not written: in a new output they hold whatever was in
+            memory. On a GPU the numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
         seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. The diagonal
             ends at the last key that counts. On a GPU numbers are not checked; below 0, all count.
@@ -408,7 +408,7 @@ def attention_backward(
         dq: where to write the gradient of q, with its shape and dtype; must not overlap an input.
         dk: the same for k.
         dv: the same for v.
-        dbias: the same for the bias, contiguous; it is then also returned.
+        dbias: the same for the bias; it is then also returned.
         dsink: the same for the sink.
         dscore_mod: the same for the arrays of score_mod: a tuple as it is returned, in which None stands for
             an array to allocate, too.

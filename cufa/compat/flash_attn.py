@@ -193,7 +193,8 @@ def flash_attn_varlen_func(
         q: (tokens, heads, head_dim).
         k: (tokens, kv_heads, head_dim); with a block table (pages, page_size, kv_heads, head_dim).
         v: the same for the values.
-        cu_seqlens_q: (batch + 1,) int32: where each sequence of q starts, and where the last ends.
+        cu_seqlens_q: (batch + 1,) int32: offsets, not lengths, where each sequence of q starts, and where the
+            last ends.
         cu_seqlens_k: (batch + 1,) int32, the same for k and v. With a block table, the differences are the
             number of keys of each sequence. On a GPU these are not checked: if the pages have room for
             fewer, all keys in them count.
@@ -285,7 +286,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: (tokens, 3, heads, head_dim), read in place.
-        cu_seqlens: (batch + 1,) int32: where each sequence starts, and where the last ends.
+        cu_seqlens: (batch + 1,) int32: offsets, not lengths, where each sequence starts, and where the last
+            ends.
         max_seqlen: optional.
         options: the arguments of `flash_attn_varlen_func` after max_seqlen_k, in order.
         named_options: the same by name.

@@ -65,8 +65,8 @@ def quantize(
         kv_heads: descales per sequence: for queries, the number of KV heads. None: one for each head of x.
         descale: (batch, kv_heads) float32, at least 1.2e-38, if known (static scales). x is then read only
             once, and magnitudes over 448 descales are clipped. On a GPU the numbers are not checked.
-        cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
-            outside all sequences are not written.
+        cu_seqlens: (batch + 1,) int32: offsets, not lengths, where each packed sequence starts, and where the
+            last ends. Tokens outside all sequences are not written.
         seqlen_contiguous: whether tokens, not columns, are adjacent in memory, with the other strides
             multiples of 16 bytes. Use it for values that a Hopper GPU reads; others copy them. The
             shape is the same. With `out`, its strides decide instead. NumPy arrays computed on a GPU are

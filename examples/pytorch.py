@@ -4,7 +4,10 @@
 usage: examples/pytorch.py      gradients of a small problem beside those of PyTorch's own attention
 """
 
-import torch
+try:
+    import torch
+except ImportError:
+    raise SystemExit("examples/pytorch.py needs PyTorch: pip install torch") from None
 
 import cufa
 

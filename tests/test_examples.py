@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def test_8_bits_are_near_16_whatever_the_size_of_values(capsys):
     found = differences("fp8.py", capsys)
     assert len(found) == 2
     assert all(0.01 < difference < 0.06 for difference in found)
+
+
+def test_what_an_example_needs_is_told_in_a_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=r"^examples/pytorch\.py needs PyTorch: pip install torch$"):
+        runpy.run_path(str(EXAMPLES / "pytorch.py"), run_name="__main__")
 
 
 def test_gradients_are_pytorchs(capsys):

@@ -184,6 +184,18 @@ def test_strides_of_side_arrays_do_not_matter(rng: np.random.Generator, features
         np.testing.assert_array_equal(actual, expected)
 
 
+def test_strides_of_given_gradients_do_not_matter(rng: np.random.Generator) -> None:
+    case = draw_case(rng, "float32", ["bias", "sink"], seqlen_q=14, seqlen_k=18, head_dim=4)
+    problem, side = case.problem, case.arrays
+    out, lse = cufa.attention(problem.q, problem.k, problem.v, return_lse=True, **side)
+    arrays = (problem.dout, problem.q, problem.k, problem.v, out, lse)
+    *_, dbias, dsink = cufa.attention_backward(*arrays, **side, return_dbias=True, return_dsink=True)
+    given = {name: np.empty((*side[name].shape, 2), np.float32)[..., 0] for name in ("bias", "sink")}
+    cufa.attention_backward(*arrays, **side, dbias=given["bias"], dsink=given["sink"])
+    np.testing.assert_array_equal(given["bias"], dbias)
+    np.testing.assert_array_equal(given["sink"], dsink)
+
+
 # --- what features are to each other --------------------------------------------------------------
 
 

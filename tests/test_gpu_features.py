@@ -317,6 +317,20 @@ def test_given_arrays_are_written_and_nothing_is_allocated(cupy, rng):
         cufa.attention_backward(dout, q, k, v, out, lse, **backward, workspace=cupy.empty(16, np.uint8))
 
 
+@pytest.mark.parametrize("kernel", ["bwd_2_flash_v2", "bwd_3_mma"])
+def test_given_gradients_of_arrays_may_have_any_strides(cupy, rng, kernel):
+    features = {"dbias", "dsink"}
+    case = draw_case(rng, "float16", features, seqlen_q=130, seqlen_k=130, head_dim=64, head_dim_v=64)
+    q, k, v, dout = tensors(cupy, case)
+    side = on_gpu(cupy, case.backward)
+    out, lse = cufa.attention(q, k, v, **on_gpu(cupy, case.forward), return_lse=True)
+    shaped_as = {"dbias": side["bias"], "dsink": side["sink"]}
+    given = {name: cupy.full((*x.shape, 2), np.nan, x.dtype)[..., 0] for name, x in shaped_as.items()}
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **side, **given, kernel=kernel)
+    gradients = (*gradients[:3], *given.values())
+    assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
 def test_time_follows_what_is_seen(cupy, rng):
     """A hundredth of the scores in less than a fifth of the time, whatever else the GPU does."""
     q, k, v = (cupy.asarray(rng.standard_normal((1, 16384, 8, 64)).astype(np.float16)) for _ in range(3))

@@ -489,13 +489,13 @@ BITS = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k in bytes of 8 bits), wh
         ),
         (
             {"alibi_slopes": zeros(2)},
-            "alibi_slopes has shape (2,); it must be (batch, heads), which is (2, 4) here, or (heads,), which "
-            "is (4,) here",
+            "alibi_slopes has shape (2,); it must be (batch, heads), which is (2, 4) here, or (heads,), "
+            "which is (4,) here",
         ),
         (
             {"alibi_slopes": zeros(4, 2)},
-            "alibi_slopes has shape (4, 2); it must be (heads,), which is (4,) here, or (batch, heads), which "
-            "is (2, 4) here",
+            "alibi_slopes has shape (4, 2); it must be (heads,), which is (4,) here, or (batch, heads), "
+            "which is (2, 4) here",
         ),
         ({"sink": zeros(2, 4)}, "sink has shape (2, 4); it must be (heads,), which is (4,) here"),
         (

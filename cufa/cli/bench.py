@@ -18,7 +18,7 @@ from cufa.cli.options import (
     INPUT_DTYPE,
     KERNEL,
     LAYOUT,
-    SIZE,
+    Count,
     FeatureOptions,
     arch_option,
     backend_option,
@@ -105,7 +105,7 @@ class _Point:
 @click.command("bench")
 @click.option(
     "--seqlens",
-    type=several(SIZE),
+    type=several(Count(min=0)),
     metavar="N[,...]",
     show_default="512 to 16384; CPU 128 to 2048",
     help="Lengths, separated by commas.",
@@ -494,7 +494,7 @@ def _plot(path: Path, points: list[_Point], where: str) -> None:
             lines.setdefault(label, []).append((point.problem.seqlen_k, point.tflops))
     for label, measured in lines.items():
         axes.plot(*zip(*measured, strict=True), marker="o", label=label)
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("symlog", base=2, linthresh=1)  # a length may be 0
     axes.set_ylim(bottom=0)
     lengths = sorted({point.problem.seqlen_k for point in points})
     axes.set_xticks(lengths, [str(length) for length in lengths])

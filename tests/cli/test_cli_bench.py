@@ -199,6 +199,12 @@ def test_bench_of_few_queries_and_many_keys():
     assert "--seqlen-q cannot go with --varlen" in refused("bench", "--varlen", 8, "--seqlen-q", 2)
 
 
+def test_bench_of_a_length_of_0():
+    """`run` takes it, too."""
+    points = run_json("bench", "--seqlens", "0,16", "--tokens", 32, "--repeats", 1)["points"]
+    assert [each["seqlen_k"] for each in points] == [0, 0, 16, 16]
+
+
 def test_bench_of_several_tiles_leaves_out_those_that_do_not_fit(monkeypatch):
     genuine = cufa.attention
 
@@ -282,9 +288,9 @@ def test_bench_takes_the_directions_of_the_kernels(direction, kernels, expected)
 
 def test_bench_writes_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    arguments = ("bench", "--seqlens", "16,32", "--tokens", 32, "--repeats", 1)
+    arguments = ("bench", "--seqlens", "0,16,32", "--tokens", 32, "--repeats", 1)
     result = run(*arguments, "--plot", tmp_path / "plot.png", "--json")
-    assert len(json.loads(result.stdout)["points"]) == 4
+    assert len(json.loads(result.stdout)["points"]) == 6
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "there is no folder" in refused(*arguments, "--plot", tmp_path / "missing" / "plot.png")
     for name in ("plot", "plot.zip"):
@@ -300,7 +306,7 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         (("--seqlens", "16,x"), "'x' is not a valid integer"),
-        (("--seqlens", "0"), "0 is not in the range"),
+        (("--seqlens", "-1"), "-1 is not in the range"),
         (("--seqlens", ","), "give at least one value"),
         (("--seqlens", "16", "--head-dim", "513", "--direction", "both"), "head dim 513"),
         (

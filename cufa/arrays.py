@@ -7,6 +7,7 @@ happen in this file.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import sys
@@ -23,6 +24,9 @@ from cufa.tensor_layout import InPlace, Region, check_apart, lie_in_keys
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
 _DLPACK_CUDA = 2
+# The version of DLPack to ask for, and what a capsule without a version is called until it is read.
+_DLPACK_VERSION = (1, 0)
+_UNVERSIONED = b"dltensor"
 # Libraries whose arrays never change, which DLPack does not say.
 _IMMUTABLE = ("jax",)
 # What libraries raise for an array that they cannot export.
@@ -134,7 +138,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
         namespace = _exporting_namespace(first, first_name)
         arrays = {name: _import(array, name, namespace) for name, array in named.items()}
         export = functools.partial(_export, namespace)
-        writeable = getattr(namespace, "__name__", "").partition(".")[0] not in _IMMUTABLE
+        writeable = _has_writeable_arrays(namespace)
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
     places = _describe_on_current_gpu(arrays) if are_on_gpu else describe(arrays)
@@ -326,12 +330,39 @@ def _import(array: Any, name: str, namespace: Any) -> Any:
     try:
         if hasattr(array, "data_ptr") and array.data_ptr() == 0 and 0 not in array.shape:
             raise BufferError("it has elements, but no memory")  # for which NumPy would take some of its own
-        if dtype in unknown:
-            bits = array.view(getattr(namespace, unknown[dtype]))
-            return reader(bits).view(INPUT_DTYPES[dtype])
-        return reader(array)
+        exported = array.view(getattr(namespace, unknown[dtype])) if dtype in unknown else array
+        read = reader(exported)
+        if isinstance(read, np.ndarray) and not read.flags.writeable and _has_writeable_arrays(namespace):
+            read = _as_writeable(read, exported)
+        return read.view(INPUT_DTYPES[dtype]) if dtype in unknown else read
     except _READ_ERRORS as error:
         raise _unreadable(array, name, error) from error
+
+
+def _has_writeable_arrays(namespace: Any) -> bool:
+    """Whether arrays of this library may be written."""
+    return getattr(namespace, "__name__", "").partition(".")[0] not in _IMMUTABLE
+
+
+def _as_writeable(read: Any, exported: Any) -> Any:
+    """The same memory, writeable unless the library that exported it says that it is not.
+
+    DLPack says so from version 1.0 on. NumPy takes all arrays from before for read-only.
+    """
+    try:
+        capsule = exported.__dlpack__(max_version=_DLPACK_VERSION)
+    except TypeError:  # an exporter that knows no versions
+        return np.asarray(_Writeable(read))
+    is_unversioned = ctypes.pythonapi.PyCapsule_IsValid(ctypes.py_object(capsule), _UNVERSIONED)
+    return np.asarray(_Writeable(read)) if is_unversioned else read
+
+
+class _Writeable:
+    """The memory of a NumPy array, which lives as long, without the mark that it is read-only."""
+
+    def __init__(self, read: Any) -> None:
+        self._read = read
+        self.__array_interface__ = read.__array_interface__ | {"data": (read.ctypes.data, False)}
 
 
 @functools.lru_cache(maxsize=256)

@@ -364,6 +364,24 @@ def test_attention_of_another_librarys_arrays(library: Any, backend: str | None)
     assert type(cufa.softmax(q, backend=backend)) is library
 
 
+def test_attention_into_a_given_out(library: Any) -> None:
+    """Also where NumPy takes what it reads for read-only, as DLPack before versions does not say."""
+    problem = random_problem(np.random.default_rng(2), "float32", seqlen_q=17, seqlen_k=17, head_dim=8)
+    q, k, v = (library(array) for array in (problem.q, problem.k, problem.v))
+    rows = np.full((*problem.q.shape[:-1], 11), np.nan, np.float32)
+    out = library(rows[..., :8])
+    assert cufa.attention(q, k, v, out=out) is out
+    assert_attention(out.values, None, problem, causal=False)
+    assert np.isnan(rows[..., 8:]).all()
+
+
+def test_an_out_that_its_library_calls_read_only() -> None:
+    q, out = StandardArray(some_array()[None]), StandardArray(some_array()[None])
+    out.values.flags.writeable = False
+    with pytest.raises(ValueError, match="^out is read-only; it must be writeable$"):
+        cufa.attention(q, q, q, out=out)
+
+
 def test_attention_into_another_librarys_out() -> None:
     problem = random_problem(np.random.default_rng(2), "float16", seqlen_q=17, seqlen_k=17, head_dim=8)
     q, k, v = (StandardArray(array) for array in (problem.q, problem.k, problem.v))

@@ -10,16 +10,20 @@ import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from cufa.problem import DTYPES, FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
 
+# In general it is NP-hard to tell whether two arrays share memory. The search gives up with more distances
+# left than this. Between slices of one array, there are at most twice as many after each axis, and mostly one.
+_MOST_DISTANCES = 4096
 # Element size of a bias that the copy engine can bring in the layout of wgmma's operands.
 HALF_BYTES = 2
 # The shape of a tensor, and its strides in bytes; None for a contiguous tensor.
 Storage = tuple[Shape, Shape | None]
+# Strides of one length, in bytes: it, and the least and the most of them that lie between elements of two
+# arrays; those in the other direction are negative.
+Step = tuple[int, int, int]
 # Pairs of an output and an input that it may be, each by its name.
 InPlace = frozenset[tuple[str, str]]
 
@@ -154,40 +158,90 @@ class Region(NamedTuple):
     @property
     def span(self) -> tuple[int, int]:
         """The addresses of the first byte and past the last; an empty range for an empty array."""
-        if 0 in self.shape:
-            return self.address, self.address
-        reaches = [stride * (size - 1) for stride, size in zip(self.strides, self.shape, strict=True)]
-        first = self.address + sum(min(reach, 0) for reach in reaches)
-        return first, self.address + sum(max(reach, 0) for reach in reaches) + self.itemsize
+        first, end = _extent(self.shape, self.strides, self.itemsize)
+        return self.address + first, self.address + end
 
     @property
     def overlaps_itself(self) -> bool:
         """Whether two elements may share an address, as in a broadcast view."""
-        if 0 in self.shape:
-            return False
-        reached = self.itemsize
-        for stride, size in sorted(
-            (abs(stride), size) for stride, size in zip(self.strides, self.shape, strict=True) if size > 1
-        ):
-            if stride < reached:
-                return True
-            reached += stride * (size - 1)
-        return False
+        return _overlaps_itself(self.shape, self.strides, self.itemsize)
 
     def overlaps(self, other: Region) -> bool:
-        """Whether elements of the two share memory."""
-        return bool(np.shares_memory(np.asarray(self), np.asarray(other)))  # exact, even if interleaved
+        """Whether elements of the two share memory, even if they are interleaved.
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The extent without the data, so that NumPy can reason about addresses on a GPU."""
-        return {
-            "version": 3,
-            "data": (self.address, True),
-            "shape": self.shape,
-            "strides": self.strides,
-            "typestr": f"|V{self.itemsize}",
-        }
+        Also True if they lie among each other in strides so irregular that this would take long to tell.
+        """
+        if 0 in self.shape or 0 in other.shape:
+            return False
+        (first, end), (other_first, other_end) = self.span, other.span
+        if end <= other_first or other_end <= first:
+            return False
+        return _add_up(_steps_between(self, other), other.address - self.address)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extent(shape: Shape, strides: Shape, itemsize: int) -> tuple[int, int]:
+    """A span, from the address of the first element."""
+    if 0 in shape:
+        return 0, 0
+    reaches = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _overlaps_itself(shape: Shape, strides: Shape, itemsize: int) -> bool:
+    if 0 in shape:
+        return False
+    reached = itemsize
+    for stride, size in sorted(
+        (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
+    ):
+        if stride < reached:
+            return True
+        reached += stride * (size - 1)
+    return False
+
+
+def _steps_between(a: Region, b: Region) -> list[Step]:
+    """The distances from bytes of `b` to bytes of `a`, beside that of their addresses: sums of these steps.
+
+    From the shortest step on. One that only continues the multiples of the one before is made part of it, as
+    the step from row to row in contiguous arrays.
+    """
+    along_axes = []
+    for region, sign in ((a, 1), (b, -1)):
+        for stride, size in zip(region.strides, region.shape, strict=True):
+            if size > 1 and stride:
+                ends = 0, (size - 1) * (sign if stride > 0 else -sign)
+                along_axes.append((abs(stride), min(ends), max(ends)))
+    steps = [(1, 1 - b.itemsize, a.itemsize - 1)]
+    for length, least, most in sorted(along_axes):
+        last_length, last_least, last_most = steps[-1]
+        times, rest = divmod(length, last_length)
+        if rest == 0 and times <= last_most - last_least + 1:
+            steps[-1] = (last_length, last_least + times * least, last_most + times * most)
+        else:
+            steps.append((length, least, most))
+    return steps
+
+
+def _add_up(steps: Sequence[Step], distance: int) -> bool:
+    """Whether steps add up to the distance, or there are too many sums to tell."""
+    # How far the steps before each one, which are shorter, reach together.
+    backs = itertools.accumulate((length * least for length, least, _ in steps), initial=0)
+    aheads = itertools.accumulate((length * most for length, _, most in steps), initial=0)
+    with_reach = list(zip(steps, backs, aheads, strict=False))
+    distances = {distance}
+    for (length, least, most), back, ahead in reversed(with_reach):
+        left: set[int] = set()
+        for wanted in distances:
+            # So many that the shorter steps can do the rest.
+            first, last = max(least, -((ahead - wanted) // length)), min(most, (wanted - back) // length)
+            if len(left) + last - first >= _MOST_DISTANCES:
+                return True
+            left.update(wanted - length * times for times in range(first, last + 1))
+        distances = left
+    return bool(distances)
 
 
 def check_apart(

@@ -378,7 +378,7 @@ def test_attention_into_a_given_out(library: Any) -> None:
 def test_an_out_that_its_library_calls_read_only() -> None:
     q, out = StandardArray(some_array()[None]), StandardArray(some_array()[None])
     out.values.flags.writeable = False
-    with pytest.raises(ValueError, match="^out is read-only; it must be writeable$"):
+    with pytest.raises(ValueError, match=r"^out is read-only; it must be writeable$"):
         cufa.attention(q, q, q, out=out)
 
 

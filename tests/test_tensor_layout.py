@@ -8,6 +8,7 @@ import pytest
 from tolerance import DTYPES
 
 import cufa
+from cufa import tensor_layout
 from cufa.problem import FLOAT8, INPUT_DTYPES, LAYOUTS, Features, Problem
 from cufa.tensor_layout import (
     Region,
@@ -214,6 +215,35 @@ def test_overlap_of_large_arrays_is_found_at_once():
         assert not q.overlaps(k)
         assert q.overlaps(q)
         assert not q.overlaps_itself
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (3, 1, 2, 0)], ids=["bshd", "bhsd"])
+def test_slices_side_by_side_in_padded_memory_are_told_apart_at_once(monkeypatch, axis, order):
+    """Whatever the padding, by which the strides have no common factor."""
+    monkeypatch.setattr(tensor_layout, "_MOST_DISTANCES", 8)
+    shape = (24, 16955, 55, 240)
+    for half in ("first", "every second"):
+        strides, length = [0, 0, 0, 0], 2
+        for number, place in enumerate(order):
+            strides[place] = length
+            length = length * shape[place] * (2 if place == axis else 1) + 2 * (7 * number + 3)
+        step = strides[axis] * (shape[axis] if half == "first" else 1)
+        if half == "every second":
+            strides[axis] *= 2
+        one, other = (Region(2**46 + offset, shape, tuple(strides), 2) for offset in (0, step))
+        assert not one.overlaps(other)
+        assert not other.overlaps(one)
+        assert one.overlaps(Region(2**46 + strides[axis], shape, tuple(strides), 2))
+
+
+def test_what_would_take_long_to_tell_apart_counts_as_overlapping():
+    """All strides are even, the distance is odd, and that is not looked for."""
+    one, other = (Region(2**46 + far, (10**5,), (stride,), 1) for far, stride in ((0, 20014), (1, 20018)))
+    assert one.overlaps(other)
+    assert other.overlaps(one)
+    few = [array._replace(shape=(100,)) for array in (one, other)]
+    assert not few[0].overlaps(few[1])
 
 
 def bytes_of(*shape: int) -> np.ndarray:

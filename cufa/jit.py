@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from cufa import cache
 from cufa.device import Arch
+from cufa.threads import in_forked_children
 
 if TYPE_CHECKING:
     import cupy
@@ -60,9 +61,10 @@ _OLDEST_NVRTC = (12, 4)
 _NVRTC_WITH_CACHE = (12, 9)
 
 _builds: dict[str, Build] = {}
-_build_locks: dict[str, threading.Lock] = {}
 _modules: dict[tuple[str, int], cupy.RawModule] = {}
-_modules_lock = threading.Lock()
+# One for each key of these.
+_locks: dict[str | tuple[str, int], threading.Lock] = {}
+in_forked_children(_locks.clear)
 
 
 class CompileError(RuntimeError):
@@ -157,7 +159,7 @@ def build(variant: Variant) -> Build:
     texts = _read_sources(variant)
     options = _options(variant)
     key = _key(variant.arch, texts, options, _compiler())
-    with _build_locks.setdefault(key, threading.Lock()):
+    with _locks.setdefault(key, threading.Lock()):
         built = _recall(key)
         if built is None:
             key_at_work = _key(variant.arch, texts, options, _compiler_at_work())
@@ -173,7 +175,7 @@ def load(build: Build) -> cupy.RawModule:
     import cupy
 
     place = build.key, cupy.cuda.runtime.getDevice()
-    with _modules_lock:
+    with _locks.setdefault(place, threading.Lock()):
         module = _modules.get(place)
         if module is None:
             module = cupy.RawModule(path=str(build.path))

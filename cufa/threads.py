@@ -17,6 +17,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+def in_forked_children(renew: Callable[[], object]) -> None:
+    """Call `renew` in every child that this process forks.
+
+    A child has only the thread that forked: it inherits what others were at, and locks that they held then.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=renew)
+
+
 def cores() -> int:
     """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,8 +60,15 @@ class _OneBlasThread:
             if self._calls == 0:
                 self._limit.close()
 
+    def renew(self) -> None:
+        """Restore the number in a forked child, in which nobody is inside."""
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._limit.close()
+
 
 _one_blas_thread = _OneBlasThread()
+in_forked_children(_one_blas_thread.renew)
 
 
 def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Iterator[T]:

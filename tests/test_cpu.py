@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import threadpoolctl
+from forks import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import (
@@ -25,7 +26,7 @@ from tolerance import (
     stored,
 )
 
-from cufa import cpu, reference
+from cufa import cpu, reference, threads
 from cufa.checking import OUTPUT_FACTOR, judge
 from cufa.cpu import stacks, tiles
 from cufa.score_rules import Rules
@@ -457,11 +458,12 @@ def test_softmax(dtype_name: str, passes: int, shape: tuple[int, ...]) -> None:
     assert_softmax(softmax(x, passes), x)
 
 
-def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had() -> None:
-    def blas_threads() -> list[int]:
-        libraries = threadpoolctl.threadpool_info()
-        return [library["num_threads"] for library in libraries if library["user_api"] == "blas"]
+def blas_threads() -> list[int]:
+    libraries = threadpoolctl.threadpool_info()
+    return [library["num_threads"] for library in libraries if library["user_api"] == "blas"]
 
+
+def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had() -> None:
     with threadpoolctl.threadpool_limits(2, "blas"):
         before = blas_threads()
         calls = [in_threads(lambda share: share, iter(range(2)), threads=2) for _ in range(2)]
@@ -504,3 +506,20 @@ def test_softmax_refuses_other_passes() -> None:
     x = np.zeros(3)
     with pytest.raises(ValueError, match="passes is 4; it may be 2 or 3"):
         cpu.softmax(x, x, passes=4)
+
+
+def test_a_child_that_is_forked_amid_a_call_has_blas_as_it_was() -> None:
+    """And a lock that a thread of its parent held does not stop it."""
+
+    def computes() -> bool:
+        return blas_threads() == before and list(in_threads(str, iter(range(2)), 2)) == ["0", "1"]
+
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = blas_threads()
+        call = in_threads(lambda share: share, iter(range(2)), threads=2)
+        next(call)
+        with threads._one_blas_thread._lock:
+            assert in_child(computes)
+        assert set(blas_threads()) == {1}
+        assert list(call) == [1]
+        assert blas_threads() == before

@@ -81,7 +81,7 @@ def lookup(key: str) -> Entry | None:
             return None
         _require_private(record.parent)
         return _read(record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.info("ignoring a cache entry: %s (%s)", error, record)
         return None
 

@@ -9,9 +9,9 @@ edited headers.
 The cache key covers everything that NVRTC gets: the source and the headers are passed as text,
 without an include path.
 
-Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128"). CUFA_DEBUG=1
-compiles slower debug builds, with line numbers and a watchdog that stops a kernel whose threads wait for each
-other forever.
+Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128"), but neither the
+arch nor files to include. CUFA_DEBUG=1 compiles slower debug builds, with line numbers and a watchdog that
+stops a kernel whose threads wait for each other forever.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
 
 # What gives NVRTC the arch, which is the variant's.
 _ARCH_OPTIONS = ("-arch", "--gpu-architecture")
+# What gives it files that the cache key does not cover.
+_FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 _DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
 # Earlier versions crash with the larger kernels, or do not know instructions of theirs.
 _OLDEST_NVRTC = (12, 4)
@@ -248,7 +250,7 @@ def debug_options() -> tuple[str, ...]:
 def extra_options() -> list[str]:
     """The options in CUFA_NVRTC_OPTIONS.
 
-    Raises ValueError if they are not text that a shell could parse, or if one is the arch.
+    Raises ValueError if they are not text that a shell could parse, or if one is the arch or names a file.
     """
     text = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
@@ -258,6 +260,11 @@ def extra_options() -> list[str]:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}: {error}") from error
     if any(option.partition("=")[0] in _ARCH_OPTIONS for option in options):
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}; the arch may only be given as arch or CUFA_ARCH")
+    if any(option.startswith(_FILE_OPTIONS) for option in options):
+        raise ValueError(
+            f"CUFA_NVRTC_OPTIONS is {text!r}; it may name no file or folder to include, since edits there "
+            "would go unnoticed by the cache"
+        )
     return options
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cufa.problem import DTYPES, FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
 
 # In general it is NP-hard to tell whether two arrays share memory. The search gives up with more distances
-# left than this. Between slices of one array, there are at most twice as many after each axis, and mostly one.
+# left than this. Between slices of one array, there are at most twice as many after each axis, mostly one.
 _MOST_DISTANCES = 4096
 # Element size of a bias that the copy engine can bring in the layout of wgmma's operands.
 HALF_BYTES = 2

@@ -101,6 +101,7 @@ DAMAGES = {
     "record is not text": lambda record, binary: record.write_bytes(b"\xff\xfe\x00"),
     "record is a list": lambda record, binary: record.write_text("[1, 2]"),
     "record is a number": lambda record, binary: record.write_text("3"),
+    "record is nested too deep": lambda record, binary: record.write_text("[" * 10**5),
     "record without a file": _drop("file"),
     "record without a checksum": _drop("sha256"),
     "record without meta": _drop("meta"),

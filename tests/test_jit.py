@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from forks import in_child
 from gpu_calls import skip_unless_the_driver_reads_ptx
 
 from cufa import cache, device, jit
@@ -183,6 +184,10 @@ def test_a_debug_build_alone_has_a_watchdog(monkeypatch, kernel):
     assert all(part in jit.ptx(variant) for part in parts)
 
 
+INCLUDING = ("-I/opt/headers", "-I /opt/headers", "--include-path=/opt/headers", "-lineinfo -include a.h")
+INCLUDING += ("--pre-include=a.h",)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -190,6 +195,7 @@ def test_a_debug_build_alone_has_a_watchdog(monkeypatch, kernel):
         ("-DX=\udcff", "not allowed"),
         ("-lineinfo -arch=sm_75", "the arch may only be given as arch or CUFA_ARCH"),
         ("--gpu-architecture sm_75", "the arch may only be given"),
+        *((option, "it may name no file or folder to include") for option in INCLUDING),
     ],
 )
 def test_options_that_cannot_be_read_are_named(variant, monkeypatch, options, message):
@@ -543,6 +549,13 @@ def test_different_variants_compile_at_the_same_time(variant, monkeypatch):
     other = replace(variant, arch=Arch.parse("sm_100a"))
     builds = _in_threads([lambda: jit.build(variant), lambda: jit.build(other)])
     assert len({built.key for built in builds}) == 2
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent(variant, compiles):
+    """It has only the thread that forked; no other will ever release what it holds."""
+    built = jit.build(variant)
+    with jit._locks[built.key]:
+        assert in_child(lambda: jit.build(variant).path == built.path)
 
 
 def test_four_processes_start_at_once_on_an_empty_cache(variant):

@@ -276,11 +276,13 @@ def _module(variant: Variant, device_id: int) -> Any:
     """
     import cupy
 
-    build = jit.build(variant)
-    try:
-        return jit.load(build)
-    except cupy.cuda.driver.CUDADriverError as error:
-        raise LaunchError(_why_not_loaded(build, error)) from None
+    for is_last in (False, True):
+        build = jit.build(variant)
+        try:
+            return jit.load(build)
+        except cupy.cuda.driver.CUDADriverError as error:
+            if is_last or build.path.exists():  # else another process has cleared the cache in between
+                raise LaunchError(_why_not_loaded(build, error)) from None
 
 
 def _why_not_loaded(build: jit.Build, error: Exception) -> str:

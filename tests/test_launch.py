@@ -8,6 +8,7 @@ import itertools
 import math
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,8 @@ cupy = pytest.importorskip("cupy")
 
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
+# A file that is there, as that of a compiled kernel.
+HERE = Path(__file__)
 
 
 class Machine:
@@ -144,7 +147,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(
         counters, "of_device", lambda _: types.SimpleNamespace(take=lambda stream: counter.ctypes.data)
     )
-    monkeypatch.setattr(jit, "build", lambda variant: variant)
+    monkeypatch.setattr(jit, "build", lambda variant: types.SimpleNamespace(**vars(variant), path=HERE))
     monkeypatch.setattr(jit, "load", machine.load)
     call.forget()
     with cupy.cuda.using_allocator(machine.allocate):
@@ -486,6 +489,37 @@ def test_a_kernel_from_the_cache_that_does_not_load_without_nvrtc(machine, rng, 
     q, k, v, _ = map(machine.array, vars(random_problem(rng, "float16", seqlen_q=2, seqlen_k=3)).values())
     with pytest.raises(launch.LaunchError, match=r"CUDA 13\.0, refuses sm_90a: CUDA_ERROR_OUT_OF_MEMORY$"):
         cufa.attention(q, k, v)
+
+
+def test_a_kernel_whose_file_is_gone_is_built_again_once(machine, rng, monkeypatch, tmp_path):
+    """Another process may clear the cache between the two steps."""
+    built, build = [], jit.build
+
+    def build_elsewhere(variant):
+        built.append(build(variant))
+        built[-1].path = tmp_path / str(len(built))
+        if len(built) == stays_from:
+            built[-1].path.touch()
+        return built[-1]
+
+    def load(build):
+        if not build.path.exists():
+            raise cupy.cuda.driver.CUDADriverError("CUDA_ERROR_FILE_NOT_FOUND")
+        return machine.load(build)
+
+    monkeypatch.setattr(jit, "build", build_elsewhere)
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
+    problem = random_problem(rng, "float16", seqlen_q=2, seqlen_k=3)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    stays_from = 3
+    with pytest.raises(launch.LaunchError, match="FILE_NOT_FOUND"):
+        cufa.attention(q, k, v)
+    assert len(built) == 2
+    built.clear()
+    stays_from = 2
+    assert_attention(host(cufa.attention(q, k, v)), None, problem, causal=False)
+    assert len(built) == 2
 
 
 @pytest.mark.parametrize(("nvrtc", "newer"), [((13, 0), False), ((13, 5), True)])

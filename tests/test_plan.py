@@ -666,6 +666,7 @@ COPY = replace(KERNELS["fwd_4_flash_v2"], name="fwd_99_copy", entries=("fwd_99_c
 def add_to_the_ladder(monkeypatch: pytest.MonkeyPatch, kernel: kernels.Kernel) -> None:
     """As its last rung, with the planner of fwd_4_flash_v2."""
     ladder = {**KERNELS, kernel.name: kernel}
+    monkeypatch.setattr(kernels, "_LADDER", (*ladder.values(),))
     for module in (kernels, PLANNING):
         monkeypatch.setattr(module, "KERNELS", ladder)
     monkeypatch.setitem(PLANNING._PLANNERS, kernel.name, tiled.flash_v2)

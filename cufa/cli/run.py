@@ -201,6 +201,7 @@ def command(
     workload = Workload(described, False, features, softmax_scale, layout)
     for direction in rungs:
         workload.problem(direction)  # refuse wrong gradient options before computing
+    workload.check_numbers()
     if features.varlen is not None:
         _check_sequences(workload)
     if explain:
@@ -212,6 +213,8 @@ def command(
     else:
         for direction, rung in rungs.items():
             refuse_on_cpu(rung, "--backward-" if direction == "backward" else "--")
+    if not as_json:  # at once, since what follows may take minutes
+        _print_what_is_run(workload, on_gpu)
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
@@ -375,11 +378,14 @@ def _document(
     }
 
 
+def _print_what_is_run(workload: Workload, on_gpu: bool) -> None:
+    output.print_prose(f"cufa {cufa.__version__} on {place(on_gpu)}\n{workload.problem('forward')}\n\n")
+
+
 def _report(
     workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
 ) -> None:
     console = output.stdout()
-    output.print_prose(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n\n")
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:
         time = output.seconds(step.timing.median)

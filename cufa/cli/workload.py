@@ -13,7 +13,15 @@ import numpy as np
 
 import cufa
 from cufa import arrays, device
-from cufa.arguments import Options, make_problem, refuse_gpu_options
+from cufa.arguments import (
+    Options,
+    check_dropout,
+    check_fits,
+    check_range,
+    check_scale,
+    make_problem,
+    refuse_gpu_options,
+)
 from cufa.cli import check
 from cufa.cli.functions import mods_of
 from cufa.cli.options import FeatureOptions
@@ -126,9 +134,17 @@ class Workload:
             score_mod, mask_mod = mods_of(asked).written
             options = options._replace(score_mod=score_mod, mask_mod=mask_mod, **self._longest())
             problem = make_problem(direction, shapes, dtypes, options)
+            check_fits(problem, shapes, dtypes, self.layout)
         return replace(
             problem, transposed_values=asked.transposed_values, values_in_keys=asked.values_in_keys
         )
+
+    def check_numbers(self) -> None:
+        """Raise Failure for a number that the call would refuse."""
+        asked, problem = self.features, self.problem("forward")
+        with library_errors():
+            check_range(problem, check_scale(self.softmax_scale, problem.head_dim), asked.softcap)
+            check_dropout(asked.dropout, asked.dropout_seed, 0)
 
     def flops(self, direction: Direction) -> int:
         """Operations of the matrix products, summed over sequences if these differ."""

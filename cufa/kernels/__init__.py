@@ -648,7 +648,7 @@ def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
     None for a rung that supports and suits the problem and is not there on request only. Raises ValueError if
     none does, with the reason of each that takes the dtypes.
     """
-    rungs = [kernel for kernel in KERNELS.values() if kernel.direction == problem.direction]
+    rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
     reasons = {kernel.name: _verdict(kernel, problem, device) for kernel in rungs}
     if None not in reasons.values():
         of_dtypes = (reasons[kernel.name] for kernel in reversed(rungs) if kernel.takes_dtypes(problem))

@@ -449,7 +449,8 @@ def test_a_narrow_terminal_breaks_no_kernel_and_no_number(monkeypatch, tmp_path)
     used = jit.Resources(registers=168, spill_stores=0, spill_loads=0, stack_bytes=0, static_smem=0)
 
     def build(variant):
-        return jit.Build("key", tmp_path, variant.arch, "", {"fwd_6_wgmma": used}, seconds=2.0, cached=False)
+        resources = dict.fromkeys(KERNELS["fwd_6_wgmma"].entries, used)
+        return jit.Build("key", tmp_path, variant.arch, "", resources, seconds=2.0, cached=False)
 
     monkeypatch.setattr(compile.jit, "build", build)
     monkeypatch.setenv("COLUMNS", "40")

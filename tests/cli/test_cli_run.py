@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import sys
 import threading
 import zipfile
 
@@ -12,7 +13,7 @@ from command_line import LATENT, SMALL, WIDTH, corrupt, draw, refused, run, run_
 
 import cufa
 from cufa import arrays
-from cufa.cli import check, generated
+from cufa.cli import check, generated, main
 from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_AXIS
 
 
@@ -22,6 +23,21 @@ def test_run_without_arguments_passes_and_reports():
     assert report.rstrip().endswith("PASS")
     for word in ("forward", "backward", "out", "lse", "dq", "dk", "dv", "every element", "CPU"):
         assert word in report
+
+
+def test_run_says_what_it_runs_before_it_computes(monkeypatch):
+    file, at_once = io.BytesIO(), []
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8"))
+    genuine = cufa.attention
+
+    def attention(*arrays, **options):
+        at_once.append(file.getvalue().decode())
+        return genuine(*arrays, **options)
+
+    monkeypatch.setattr(cufa, "attention", attention)
+    main(["run", *SMALL], standalone_mode=False)
+    assert "on CPU" in at_once[0]
+    assert at_once[0].endswith("forward float32, batch 1, seqlen 40 x 40, heads 2, head dim 8\n\n")
 
 
 def test_what_is_wrapped_has_no_spaces_at_the_ends_of_lines(monkeypatch):

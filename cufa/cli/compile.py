@@ -43,6 +43,8 @@ _STDOUT = Path("-")
 # A dtype that tensor cores of every arch support.
 _DTYPE = "float16"
 _NAMES = (*KERNELS, *COMPANIONS)
+# What --emit shows that PTX does not have.
+_OF_MACHINE_CODE = ("cubin", "sass")
 # The features that are only on or off.
 _SWITCHES = {
     "softcap": "With a softcap.",
@@ -52,6 +54,16 @@ _SWITCHES = {
     "seqused_k": "With keys beyond seqused_k, which do not count.",
     "deterministic": "Backward: with the same bits in every run.",
 }
+
+
+class _KernelName(KernelName):
+    """A kernel's name; what cannot be one may be the value that an option takes in other commands."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The full name; raises click's error if there is none."""
+        if value[:1].isdecimal():
+            self.fail(f"{value!r} is no kernel; --window and the like take no value here", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +145,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("compile")
-@click.argument("kernels", metavar="[KERNEL]...", type=KernelName(_NAMES), nargs=-1)
+@click.argument("kernels", metavar="[KERNEL]...", type=_KernelName(_NAMES), nargs=-1)
 @click.option("--all", "all_kernels", is_flag=True, help="Compile every kernel.")
 @click.option(
     "--arch",
@@ -232,8 +244,8 @@ def command(
             f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
         )
 
-    if emit == "cubin":
-        _refuse_ptx(requests[0].device.arch)
+    if emit in _OF_MACHINE_CODE:
+        _refuse_ptx(requests[0].device.arch, emit)
 
     compiled = _compile(requests)
     if emit is not None and compiled[0].build is not None:
@@ -294,17 +306,18 @@ def _devices(archs: tuple[str, ...] | None) -> list[Device]:
         return [target(arch, for_compile_only=True) for arch in archs]
 
 
-def _refuse_ptx(arch: Arch) -> None:
+def _refuse_ptx(arch: Arch, emit: str) -> None:
     if arch.virtual:
-        raise output.Failure(f"{arch} is PTX and has no cubin; give a real arch")
+        raise output.Failure(f"{arch} is PTX and has no {emit}; give a real arch, as in sm_90a")
 
 
 def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
     assert compiled.planned is not None
     assert compiled.build is not None
+    if what in _OF_MACHINE_CODE:
+        _refuse_ptx(compiled.build.arch, what)  # of an arch that NVRTC does not know yet
     try:
         if what == "cubin":
-            _refuse_ptx(compiled.build.arch)  # of an arch that NVRTC does not know yet
             code = compiled.build.path.read_bytes()
         else:
             text = jit.ptx(compiled.planned.variant) if what == "ptx" else jit.sass(compiled.build)

@@ -374,9 +374,13 @@ def test_emit_writes_code(tmp_path):
     (built,) = run_json("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", tmp_path / "k.ptx")
     assert built["entries"]
     assert ".target sm_80" in (tmp_path / "k.ptx").read_text()
-    arguments = ("compile", "fwd_1_naive", "--head-dim", 16, "--arch", "compute_80")
-    assert "has no cubin" in refused(*arguments, "--emit", "cubin", "--output", tmp_path / "x")
-    assert "no machine code" in refused(*arguments, "--emit", "sass")
+
+
+@pytest.mark.parametrize("emit", ["cubin", "sass"])
+def test_machine_code_of_ptx_is_refused_before_compiling(monkeypatch, tmp_path, emit):
+    monkeypatch.setattr(compile.jit, "build", None)
+    arguments = ("fwd_1_naive", "--arch", "compute_80", "--emit", emit, "--output", tmp_path / "x")
+    assert f"compute_80 is PTX and has no {emit}; give a real arch" in refused("compile", *arguments)
 
 
 @nvrtc
@@ -529,6 +533,10 @@ def test_json_has_what_is_skipped_even_if_nothing_is_compiled():
         (("fwd_1_naive", "--arch", "sm_20"), "arch is 'sm_20'"),
         (("fwd_1_naive", "--arch", "sm_80", "--dtype", "int8"), "'int8' is not one of"),
         (("fwd_1_naive", "--arch", "sm_80", "--emit", "cubin"), "needs --output"),
+        (
+            ("fwd_4", "--arch", "sm_80", "--window", "4,4"),
+            "'4,4' is no kernel; --window and the like take no value here",
+        ),
         (("fwd_1_naive", "--arch", "sm_80", "--emit", "ptx", "--json"), "needs --output"),
         (("fwd_1_naive", "--arch", "sm_80", "--output", "x"), "give --emit"),
         (("--all", "--arch", "sm_80", "--emit", "ptx"), "--emit takes one kernel"),

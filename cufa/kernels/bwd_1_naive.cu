@@ -44,6 +44,34 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Workspace(params).p[index] = p;
 }
 
+// One element of W^T X, where W is P or dS and X is dO or Q. It is summed over the rows that see
+// the key, and over the query heads that share the KV head.
+template <int Dims>
+__device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, const Tensor& x,
+                                    const Tensor& gradient, acc_t scale) {
+    const long long index = thread_index();
+    const long long keys = static_cast<long long>(sizes.batch) * sizes.kv_heads * sizes.seqlen_k;
+    if (index >= keys * Dims) return;
+    const Element at(index, sizes.kv_heads, sizes.seqlen_k, Dims);
+    const int group = group_of(sizes);
+
+    acc_t sum = 0;
+    for (int head = at.head * group; head < (at.head + 1) * group; ++head) {
+        const auto rows = matrix_of<const scalar_t>(x, at.batch, head);
+        const long long first = first_row_of(at.batch, head, sizes);
+        for (int i = mask_of(sizes).first_row(at.row); i < sizes.seqlen_q; ++i) {
+            sum += weights[(first + i) * sizes.seqlen_k + at.row] * to_acc(rows.row(i)[at.col]);
+        }
+    }
+    matrix_of<scalar_t>(gradient, at.batch, at.head).row(at.row)[at.col] =
+        from_acc<scalar_t>(scale * sum);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    grad_values(const __grid_constant__ BackwardParams params) {
+    key_gradient<kValueDim>(params.sizes, Workspace(params).p, params.dout, params.dv, 1);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     grad_probabilities(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
@@ -89,36 +117,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         from_acc<scalar_t>(params.softmax_scale * sum);
 }
 
-// One element of W^T X, where W is P or dS and X is dO or Q. It is summed over the rows that see
-// the key, and over the query heads that share the KV head.
-template <int Dims>
-__device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, const Tensor& x,
-                                    const Tensor& gradient, acc_t scale) {
-    const long long index = thread_index();
-    const long long keys = static_cast<long long>(sizes.batch) * sizes.kv_heads * sizes.seqlen_k;
-    if (index >= keys * Dims) return;
-    const Element at(index, sizes.kv_heads, sizes.seqlen_k, Dims);
-    const int group = group_of(sizes);
-
-    acc_t sum = 0;
-    for (int head = at.head * group; head < (at.head + 1) * group; ++head) {
-        const auto rows = matrix_of<const scalar_t>(x, at.batch, head);
-        const long long first = first_row_of(at.batch, head, sizes);
-        for (int i = mask_of(sizes).first_row(at.row); i < sizes.seqlen_q; ++i) {
-            sum += weights[(first + i) * sizes.seqlen_k + at.row] * to_acc(rows.row(i)[at.col]);
-        }
-    }
-    matrix_of<scalar_t>(gradient, at.batch, at.head).row(at.row)[at.col] =
-        from_acc<scalar_t>(scale * sum);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     grad_keys(const __grid_constant__ BackwardParams params) {
     key_gradient<kHeadDim>(params.sizes, Workspace(params).ds, params.q, params.dk,
                            params.softmax_scale);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    grad_values(const __grid_constant__ BackwardParams params) {
-    key_gradient<kValueDim>(params.sizes, Workspace(params).p, params.dout, params.dv, 1);
 }

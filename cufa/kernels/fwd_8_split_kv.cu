@@ -164,11 +164,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
     if constexpr (kNextOverlaps) ptx::let_next_launch_begin();
     Smem& smem = shared_memory<Smem>();
-    const AttendToPart attend{smem, params};
+    const AttendToPart attend_to_part{smem, params};
     if constexpr (kEvenShares) {
-        attend_share(params, attend);
+        attend_share(params, attend_to_part);
     } else {
-        attend_split(params, attend);
+        attend_split(params, attend_to_part);
     }
 }
 

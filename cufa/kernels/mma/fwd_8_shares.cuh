@@ -22,9 +22,9 @@ __device__ inline ShareParts& parts_of_block(const ForwardParams& params, int bl
     return static_cast<ShareParts*>(params.workspace)[block];
 }
 
-// Calls attend(work, range_of, finish) for each part of the block's share.
+// Calls attend_to_part(work, range_of, finish) for each part of the block's share.
 template <class Attend>
-__device__ inline void attend_share(const ForwardParams& params, const Attend& attend) {
+__device__ inline void attend_share(const ForwardParams& params, const Attend& attend_to_part) {
     const Shares shares(params, gridDim.x);
     const KeyShare share = shares.equal.share(blockIdx.x);
     if (share.begin == share.end) return;
@@ -41,7 +41,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
             return {max(first, keys.begin / kBlockN),
                     min(first + count * kTeams, ceil_div(keys.end, kBlockN))};
         };
-        attend(work, range_of, [&](int row, MergedRow merged) {
+        attend_to_part(work, range_of, [&](int row, MergedRow merged) {
             if (count == place.sequence.rounds_of_tile) {
                 write_row(merged, params, work.sequence, work.head(row), work.query(row));
             } else {

@@ -16,9 +16,9 @@ __device__ inline RowPart* parts_of(const ForwardParams& params, long long row, 
     return static_cast<RowPart*>(params.workspace) + row * splits;
 }
 
-// Calls attend(work, range_of, finish) for the block's part.
+// Calls attend_to_part(work, range_of, finish) for the block's part.
 template <class Attend>
-__device__ inline void attend_split(const ForwardParams& params, const Attend& attend) {
+__device__ inline void attend_split(const ForwardParams& params, const Attend& attend_to_part) {
     const Sizes& sizes = params.sizes;
     const int group = group_of(sizes), splits = splits_of(sizes);
     const int head_splits = blockIdx.x / sizes.kv_heads, split = head_splits % splits;
@@ -37,7 +37,7 @@ __device__ inline void attend_split(const ForwardParams& params, const Attend& a
         return {first + static_cast<int>(tiles * split / splits),
                 first + static_cast<int>(tiles * (split + 1) / splits)};
     };
-    attend(work, range_of, [&](int row, MergedRow merged) {
+    attend_to_part(work, range_of, [&](int row, MergedRow merged) {
         const int query = work.query(row), head = work.head(row);
         if constexpr (kSplitKeys) {
             const long long index = work.sequence.first_row(head, sizes) + query;

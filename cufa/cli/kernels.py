@@ -11,7 +11,7 @@ from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.device import KNOWN, Arch
 from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words, tensor_cores_in_words
-from cufa.problem import DTYPES, Direction, Problem
+from cufa.problem import DTYPES, FLOAT8, Direction, Problem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,12 +29,14 @@ def command(as_json: bool) -> None:
         output.print_table(table)
         console.print("")
     output.print_prose(
-        f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
-        f"length N. features: forward, all are {_all_features('forward')}; backward, "
+        f"dtypes: all are {', '.join(DTYPES)}, without {FLOAT8}. memory: global, beyond inputs and outputs, "
+        f"for sequence length N. features: forward, all are {_all_features('forward')}; backward, "
         f"{_all_features('backward')}."
     )
     by_tensor_cores = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.tensor_cores)
     output.print_prose(f"GPU: {by_tensor_cores} need tensor cores for the dtype: {tensor_cores_in_words()}.")
+    on_request = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.on_request)
+    output.print_prose(f"on request: {on_request} run only if a call names them.")
 
 
 def _all_features(direction: Direction) -> str:
@@ -94,6 +96,7 @@ def _documents() -> list[dict[str, Any]]:
             "memory": kernel.memory,
             "dtypes": list(kernel.dtypes),
             "features": ["causal", *sorted(kernel.features)],
+            "on_request": kernel.on_request,
             "min_arch": _first_arch(kernel),
             "only_arch": f"sm_{kernel.only_arch}" if kernel.only_arch else None,
             "archs": {dtype: _archs(kernel, dtype) for dtype in kernel.dtypes},

@@ -178,7 +178,10 @@ def test_kernels_lists_the_registry():
         assert set(row["features"]) == COMPANIONS[row["name"]].features
     assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
     assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_80", "sm_90a"}
+    on_request = [row["name"] for row in listed if row.get("on_request")]
+    assert on_request == ["fwd_1_naive", "fwd_2_online_softmax", "fwd_3_flash_v1", "bwd_1_naive"]
     table = run("kernels").stdout
+    assert f"on request: {', '.join(on_request)} run only if" in " ".join(table.split())
     assert all(name in table for name in (*KERNELS, *COMPANIONS, *INPUT_DTYPES, "O(N^2)"))
     assert max(map(len, table.splitlines())) <= WIDTH
 

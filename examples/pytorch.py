@@ -2,6 +2,15 @@
 """cufa within PyTorch's autograd: tensors go in and come out through DLPack, without a copy.
 
 usage: examples/pytorch.py      gradients of a small problem beside those of PyTorch's own attention
+
+A program with several streams on a GPU has to make its current one CuPy's around each call of cufa, also in
+`backward`, which autograd calls in a thread of its own:
+
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+
+or, before PyTorch 2.10, cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream). Else results are
+memory of another stream, CuPy's current one, which may use it again once they are freed, even if a stream of
+PyTorch's is still to read them. Tensors given as `out`, `lse`, `dq`, `dk` and `dv` are PyTorch's own memory.
 """
 
 try:

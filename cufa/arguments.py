@@ -567,3 +567,20 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
     for name, wanted in expected.items():
         if name in shapes:
             check_array(name, shapes[name], dtypes.get(name), wanted)
+
+
+def check_reach(features: Features, side: Mapping[str, tuple[Shape, Shape, int]]) -> None:
+    """Raise ValueError for an array whose elements are farther apart than kernels can count.
+
+    `side` has the shape, the strides in bytes and the element size of arrays as kernels read them.
+    """
+    for name in features.mod_arrays:
+        shape, strides, itemsize = side[name]
+        reach = sum(abs(stride) * (size - 1) for size, stride in zip(shape, strides, strict=True)) // itemsize
+        if reach >= MAX_AXIS:
+            raise ValueError(f"{name} reaches over {reach + 1:,} elements; it may over {MAX_AXIS:,}")
+    if "block_table" in side:
+        (batch, _), (row_stride, _), itemsize = side["block_table"]
+        apart = abs(row_stride) // itemsize
+        if batch > 1 and apart > MAX_EXTENT:
+            raise ValueError(f"block_table has rows {apart:,} numbers apart; there may be {MAX_EXTENT:,}")

@@ -14,12 +14,21 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch, probabilities
-from cufa.arguments import DESCALES, FEATURE_ARRAYS, Options, check_fits, check_options, make_problem
+from cufa.arguments import (
+    DESCALES,
+    FEATURE_ARRAYS,
+    Options,
+    check_fits,
+    check_options,
+    check_reach,
+    make_problem,
+)
 from cufa.arrays import Described
 from cufa.device import Arch, Device, target
 from cufa.kernels import kernel_named, reads_transposed
 from cufa.params import FeatureValues, pack_features, pack_values
 from cufa.plan import Plan, check_tiles, make_plan, make_probabilities_plan
+from cufa.plan.record import WORKSPACE_ALIGNMENT
 from cufa.problem import (
     PLAIN,
     Axes,
@@ -37,6 +46,7 @@ from cufa.tensor_layout import (
     Region,
     Storage,
     check_aligned,
+    check_apart,
     contiguous_strides,
     is_contiguous,
     layout_of,
@@ -67,8 +77,9 @@ Asked = tuple[
     int | None,
     int | None,
 ]
-# The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs` instead.
-Chosen = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
+# The kernel, tiles and architecture that the caller chose, if any, whether to run `attn_probs` instead, and
+# the number of bytes of the caller's workspace, if any.
+Chosen = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool, int | None]
 
 # The arguments that are tensors, in the order of the parameter structs.
 TENSORS: dict[Direction, tuple[str, ...]] = {
@@ -170,7 +181,7 @@ def chosen_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) ->
         kernel_named(kernel)
     if arch is not None:
         Arch.parse(arch)
-    return kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch, False
+    return kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch, False, None
 
 
 def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
@@ -256,6 +267,7 @@ def _known(
         for name, (shape, strides, dtype) in (written | read).items()
         if name not in names and features is not PLAIN
     }
+    check_reach(features, side)
     return Known(
         direction=direction,
         problem=problem,
@@ -333,10 +345,14 @@ def run_on_gpu(
         call.known = _as_read(call.known, align_bytes, target(chosen[2]), chosen[0])
     known = call.known
     layout = layout or known.layout
+    given_at = tuple(addresses.values())
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
+        room = workspace.nbytes
+        _check_workspace(known, given_at, workspace.data.ptr, room, workspace.flags.c_contiguous)
+        chosen = (*chosen[:-1], room)
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    run, pack, packed = _at_addresses(known, names, layout, tuple(addresses.values()), chosen, device_id)
+    run, pack, packed = _at_addresses(known, names, layout, given_at, chosen, device_id)
     call.allocate()
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
@@ -350,6 +366,20 @@ def run_on_gpu(
     for name in known.copied:
         if name in call.wanted:
             call.tensors[name][...] = tensors[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_workspace(
+    known: Known, addresses: tuple[int, ...], address: int, room: int, contiguous: bool
+) -> None:
+    """Raise ValueError unless a workspace of `room` bytes lies well, apart from arrays at these addresses.
+
+    Whether it is large enough, only a plan can say.
+    """
+    if not contiguous or address % WORKSPACE_ALIGNMENT:
+        raise ValueError(f"workspace must be contiguous and aligned to {WORKSPACE_ALIGNMENT} bytes")
+    own = Region(address, (room,), (1,), 1)
+    check_apart(arrays.regions(known.arrays, addresses) | {"workspace": own}, ("workspace",))
 
 
 def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
@@ -375,7 +405,7 @@ def write_probabilities(
         names = ("q", "k", "v", "attn_probs")
         storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
         layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        chosen = (None, (), arch, True)
+        chosen = (None, (), arch, True, None)
         run_on_gpu(call, names, layout, softmax_scale, values, None, chosen)
     else:
         q, k = call.in_bshd("q", "k")
@@ -438,12 +468,22 @@ def _executable(
 
 @functools.lru_cache(maxsize=4096)
 def _loaded(problem: Problem, chosen: Chosen, device_id: int) -> launch.Executable:
-    """The Executable, shared by calls whose layouts differ only in strides."""
-    kernel, tiles, arch, attn_probs = chosen
+    """The Executable, shared by calls whose layouts differ only in strides.
+
+    Raises ValueError, before anything is compiled, for a workspace that is too small.
+    """
+    kernel, tiles, arch, attn_probs, room = chosen
     device = target(arch)
     if attn_probs:
-        return launch.Executable(make_probabilities_plan(problem, device))
-    return launch.Executable(make_plan(problem, device, kernel, dict(tiles)))
+        plan = make_probabilities_plan(problem, device)
+    else:
+        plan = make_plan(problem, device, kernel, dict(tiles))
+    if room is not None and room < plan.workspace_bytes:
+        raise ValueError(
+            f"workspace has {room:,} bytes; this call needs {plan.workspace_bytes:,} "
+            "(cufa.plan(...).workspace_bytes)"
+        )
+    return launch.Executable(plan)
 
 
 def forget() -> None:

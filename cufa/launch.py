@@ -41,7 +41,6 @@ from cufa.plan.companions import (
     rotary_launches,
     softmax_launches,
 )
-from cufa.plan.record import WORKSPACE_ALIGNMENT
 from cufa.plan.sizes import params_bytes
 from cufa.tensor_layout import Layout, Region, with_queries_as_heads
 from cufa.tensor_maps import Encoder
@@ -125,13 +124,11 @@ class Executable:
         """Launch on the current stream.
 
         `tensors` are from `packer`, `lse` is an address or 0 for none, `features` are from `pack_features`,
-        or empty for none. `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises
-        ValueError if it is too small or misaligned.
+        or empty for none. `workspace` is a CuPy array to use instead of memory from CuPy's pool.
         """
         stream = self._current_stream().ptr
         address = 0
         if workspace is not None:
-            _check_workspace(workspace, self.plan.workspace_bytes)
             address = workspace.data.ptr
         elif self._allocate is not None:
             memory = self._allocate()  # returns to CuPy's pool, for this stream, after all launches
@@ -163,16 +160,6 @@ class _Code:
         # Allocated now, since nothing can be allocated while a call is captured.
         counted = bool(plan.boxes) and not plan.scratch
         self.counters = counters.of_device(_current_device()) if counted else None
-
-
-def _check_workspace(workspace: Any, needed: int) -> None:
-    if workspace.nbytes < needed:
-        raise ValueError(
-            f"workspace has {workspace.nbytes:,} bytes; this call needs {needed:,} "
-            "(cufa.plan(...).workspace_bytes)"
-        )
-    if not workspace.flags.c_contiguous or workspace.data.ptr % WORKSPACE_ALIGNMENT:
-        raise ValueError(f"workspace must be contiguous and aligned to {WORKSPACE_ALIGNMENT} bytes")
 
 
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:

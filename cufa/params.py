@@ -22,7 +22,7 @@ from cufa.plan.sizes import (
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
 )
-from cufa.problem import MAX_AXIS, MAX_EXTENT, Problem, four_axes
+from cufa.problem import Problem, four_axes
 from cufa.tensor_layout import Region
 
 # The structs of params.cuh begin with the tensors, then LSE, workspace, softmax_scale and scale_log2, sizes
@@ -167,24 +167,18 @@ def _pack_pages(table: Region | None) -> bytes:
     if table is None:
         return bytes(_PAGES.size)
     batch_stride = table.strides[0] // table.itemsize if table.shape[0] > 1 else 0
-    if abs(batch_stride) > MAX_EXTENT:
-        raise ValueError(f"block_table has rows {batch_stride} numbers apart; there may be {MAX_EXTENT}")
     return _PAGES.pack(table.address, table.shape[1], batch_stride)
 
 
 def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
     """Pack the arrays that score_mod and mask_mod read: address, then strides in elements; then gradients.
 
-    A gradient has its address, the index of its first sum, and its lengths. Raises ValueError for an array
-    whose memory extends too far.
+    A gradient has its address, the index of its first sum, and its lengths.
     """
     packed = b""
     for name in problem.features.mod_arrays:
         array = side[name]
         strides = [stride // array.itemsize for stride in array.strides]
-        reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
-        if reach >= MAX_AXIS:
-            raise ValueError(f"{name} reaches over {reach + 1:,} elements; it may over {MAX_AXIS:,}")
         packed += b"".join(map(_INT64.pack, (array.address, *strides)))
     first = 0
     for name in problem.features.differentiated_arrays:

@@ -562,7 +562,7 @@ def test_the_longest_sequences_may_be_arrays_without_axes(rng: np.random.Generat
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert chosen_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
+        assert chosen_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False, None)
     for size in (2.0, "2", None):
         with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
             chosen_of(None, {"parts": size}, None)

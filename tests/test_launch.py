@@ -546,3 +546,57 @@ def test_a_refusal_comes_before_any_allocation(machine, rng):
     with pytest.raises(ValueError, match="fwd_6_wgmma supports float16"):
         cufa.attention(q, k, v, return_attn_probs=True, kernel="fwd_6_wgmma")
     assert len(machine.memory) == before
+
+
+def test_a_workspace_that_cannot_be_used_is_refused_before_anything_is_compiled(machine, rng, monkeypatch):
+    built = []
+    monkeypatch.setattr(jit, "build", built.append)
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=90, heads=2)
+    v = np.asfortranarray(problem.v)  # it would be copied
+    arrays = problem.q, problem.k, v, problem.dout, np.zeros_like(problem.q), np.zeros((2, 2, 70), np.float32)
+    q, k, v, dout, out, lse = map(machine.array, arrays)
+    in_parts = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 2}}
+    needed = cufa.plan(q, k, v, **in_parts).workspace_bytes
+    backward_needed = cufa.plan(q, k, v, backward=True).workspace_bytes
+    memory = machine.allocate(2 * needed + backward_needed)
+    before = len(machine.memory)
+
+    def room(pointer, count, step=1):
+        return cupy.ndarray((count,), np.uint8, pointer, (step,))
+
+    too_small = "^workspace has {:,} bytes; this call needs {:,} "
+    askew = r"^workspace must be contiguous and aligned to \d+ bytes$"
+    overlaps = "^workspace overlaps {} in memory; it must not$"
+    for message, workspace in (
+        (too_small.format(needed - 1, needed), room(memory, needed - 1)),
+        (askew, room(memory + 1, needed)),
+        (askew, room(memory, needed, step=2)),
+        (overlaps.format("k"), room(k.data, needed)),
+        (overlaps.format("out"), room(out.data - 512, needed)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cufa.attention(q, k, v, out=out, **in_parts, workspace=workspace)
+    dq = cupy.ndarray(q.shape, q.dtype, memory + 512)
+    for message, workspace in (
+        (too_small.format(0, backward_needed), room(memory, 0)),
+        (overlaps.format("dq"), room(memory, backward_needed)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cufa.attention_backward(dout, q, k, v, out, lse, dq=dq, workspace=workspace)
+    assert not built
+    assert len(machine.memory) == before
+
+
+def test_elements_too_far_apart_are_refused_before_anything_is_compiled(machine, rng, monkeypatch):
+    built = []
+    monkeypatch.setattr(jit, "build", built.append)
+    q = machine.array(rng.standard_normal((2, 3, 1, 16)).astype(np.float16))
+    far = cupy.ndarray((2, 1), np.int32, machine.allocate(4), (2**40, 4))
+    before = len(machine.memory)
+    with pytest.raises(ValueError, match=r"^block_table has rows 274,877,906,944 numbers apart"):
+        cufa.attention(q, q, q, block_table=far)
+    mod = cufa.MaskMod(lambda b, h, i, j, x: x[b, 0] > j, far)
+    with pytest.raises(ValueError, match=r"^mask_mod\[0\] reaches over 274,877,906,945 elements"):
+        cufa.attention(q, q, q, mask_mod=mod)
+    assert not built
+    assert len(machine.memory) == before

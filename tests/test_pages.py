@@ -12,7 +12,7 @@ from tolerance import DTYPES, Array, assert_attention, random_problem
 import cufa
 from cufa.device import Device
 from cufa.plan import make_plan
-from cufa.problem import Features, Problem
+from cufa.problem import MAX_EXTENT, Features, Problem
 
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 8, "head_dim_v": 12}
 INT32 = np.int32
@@ -202,6 +202,21 @@ def test_a_table_of_another_dtype() -> None:
         "block_table has dtype int64; it must be int32",
         block_table=zeros(2, 3, dtype=np.int64),
     )
+
+
+def test_a_table_whose_rows_are_too_far_apart() -> None:
+    """Kernels have 32 bits for the distance."""
+    q, k = np.zeros((2, 1, 1, 16), np.float16), np.zeros((3, 8, 1, 16), np.float16)
+
+    def table(apart: int) -> Any:
+        return np.lib.stride_tricks.as_strided(np.zeros((2, 1), INT32), strides=(4 * apart, 4))
+
+    cufa.plan(q, k, k, block_table=table(-MAX_EXTENT), arch="sm_80")
+    cufa.plan(q[:1], k, k, block_table=table(MAX_EXTENT + 1)[:1], arch="sm_80")
+    message = "^block_table has rows 2,147,483,648 numbers apart; there may be 2,147,483,647$"
+    for function, options in ((cufa.plan, {"arch": "sm_80"}), (cufa.attention, {})):
+        with pytest.raises(ValueError, match=message):
+            function(q, k, k, block_table=table(MAX_EXTENT + 1), **options)
 
 
 def test_there_are_no_gradients() -> None:

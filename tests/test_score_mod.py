@@ -13,10 +13,8 @@ from tolerance import DTYPES, assert_attention
 
 import cufa
 from cufa.kernels import KERNELS
-from cufa.params import pack_features
-from cufa.problem import MAX_AXIS, Features, Problem
+from cufa.problem import MAX_AXIS
 from cufa.score_mod import MaskMod, ScoreMod, header, mods_of
-from cufa.tensor_layout import Region
 
 
 def random_mods(rng: np.random.Generator) -> dict[str, Any]:
@@ -260,21 +258,21 @@ def test_header_says_which_arrays_have_adjacent_elements() -> None:
     assert texts[2] == texts[3]
 
 
-def test_arrays_whose_elements_are_too_far_apart_are_refused() -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arrays_whose_elements_are_too_far_apart_are_refused(sign: int) -> None:
     """Kernels have 32 bits for an index."""
-    farthest = MAX_AXIS - 1
-    mod = ScoreMod(lambda s, b, h, i, j, x: s + x[i, j], np.zeros((2, 1), np.float32))
-    problem = Problem(
-        "forward", "float16", *(1, 2, 2, 1, 1, 64, 64), features=Features(score_mod=mod.written)
-    )
-    for sign in (1, -1):
-        side = {"score_mod[0]": Region(0, (2, 1), (4 * sign * farthest, 4), 4)}
-        assert pack_features(problem, side)
-        side = {"score_mod[0]": Region(0, (2, 1), (4 * sign * (farthest + 1), 4), 4)}
-        with pytest.raises(
-            ValueError, match=r"^score_mod\[0\] reaches over 2,147,450,880 elements; it may over"
-        ):
-            pack_features(problem, side)
+    q = np.zeros((1, 2, 1, 64), np.float16)
+
+    def mod(farthest: int) -> ScoreMod:
+        strides = 4 * sign * farthest, 4
+        far = np.lib.stride_tricks.as_strided(np.zeros((2, 1), np.float32), strides=strides)
+        return ScoreMod(lambda s, b, h, i, j, x: s + x[i, j], far)
+
+    cufa.plan(q, q, q, score_mod=mod(MAX_AXIS - 1), arch="sm_80")
+    message = r"^score_mod\[0\] reaches over 2,147,450,880 elements; it may over 2,147,450,879$"
+    for function, options in ((cufa.plan, {"arch": "sm_80"}), (cufa.attention, {})):
+        with pytest.raises(ValueError, match=message):
+            function(q, q, q, score_mod=mod(MAX_AXIS), **options)
 
 
 def test_header_says_with_what_elements_change() -> None:

@@ -318,8 +318,8 @@ def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:
     notes = [f"{row.name}, {row.direction}: {row.note}" for row in rows if row.note]
     if not on_gpu:
         notes.append(
-            "the rungs need a GPU; these are the rows of the CPU alone. In a checkout, benchmarks/README.md has "
-            "times of the rungs on an H200, and CONTRIBUTING.md says how an emulator runs them on a CPU"
+            "the rungs need a GPU; these are the rows of the CPU alone. In a checkout, benchmarks/README.md "
+            "has times of the rungs on an H200, and CONTRIBUTING.md says how an emulator runs them on a CPU"
         )
     notes.append("the CPU path is the tiled algorithm in NumPy, with BLAS on the threads that are named")
     covered = [row.check.coverage for row in rows if row.check and row.cpu != on_gpu]

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa import device
+from cufa import device, jit
 from cufa.arguments import DESCALES, check_scale
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
@@ -295,6 +295,9 @@ def _check_sequences(workload: Workload) -> None:
 
 
 def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, Plan]:
+    with output.library_errors():  # as compiling would
+        jit.debug_options()
+        jit.extra_options()
     return {direction: workload.plan(direction, rung) for direction, rung in rungs.items()}
 
 

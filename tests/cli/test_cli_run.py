@@ -342,6 +342,17 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("CUFA_ARCH", "fast"), ("CUFA_DEBUG", "yes"), ("CUFA_NVRTC_OPTIONS", "'")]
+)
+def test_what_would_not_compile_is_not_explained(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    arch = () if name == "CUFA_ARCH" else ("--arch", "sm_80")
+    message = refused("run", *SMALL, "--explain", *arch)
+    assert name in message
+    assert value in message
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--head-dim", 577), "head dim 577"),

@@ -30,6 +30,7 @@
 //          workspace, and merge_splits writes O and the LSE.
 #include "mma/fwd_8_copies.cuh"
 #include "mma/fwd_8_output.cuh"
+#include "mma/fwd_8_scores.cuh"
 #include "mma/fwd_8_shares.cuh"
 #include "mma/fwd_8_splits.cuh"
 

@@ -102,10 +102,11 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                     const SplitIndex key(fragment_col(first_key, 0), n * kMmaN + e);
                     acc_t& score = s[m][n][2 * half + e];
                     const bool hidden = Masked && !of_row.at(n, e);
-                    if constexpr (kScoreMod) score = rules.score<false, !Masked>(score, row, key);
+                    if constexpr (kShapedScores && !kReadsSeen)
+                        score = rules.score<false, !Masked>(score, row, key);
                     if (hidden) {
                         score = negative_infinity();
-                    } else if constexpr (kShapedScores && !kScoreMod) {
+                    } else if constexpr (kReadsSeen) {
                         score = rules.score(score, row, key);
                     }
                 }

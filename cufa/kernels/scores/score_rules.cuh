@@ -8,6 +8,10 @@
 #include "scores/key_mask.cuh"
 #include "softmax/online_softmax.cuh"
 
+// Whether scores may only be computed for keys that are seen, as others have no bias. What a
+// function reads is read for all, at once.
+constexpr bool kReadsSeen = kBias && !kScoreMod;
+
 // The rules of one head of one sequence. Rows and keys are numbered from the sequence's first.
 struct ScoreRules {
     Mask mask;
@@ -48,8 +52,8 @@ struct ScoreRules {
     // The derivative of a score by the product times the scale.
     __device__ acc_t slope(acc_t product) const {
         if constexpr (!kSoftcap) return 1;
-        const acc_t capped = tanh_of(product * scale / softcap());
-        return 1 - capped * capped;
+        const acc_t bounded = tanh_of(product * scale * softcap_reciprocal());
+        return 1 - bounded * bounded;
     }
 
     // The derivative of the caller's function by the score that it gets.
@@ -119,6 +123,8 @@ struct ScoreRules {
     }
 
     __device__ acc_t softcap() const { return features.softcap; }
+    // One division for all scores.
+    __device__ acc_t softcap_reciprocal() const { return 1 / softcap(); }
 
     // Tiles have rows and keys past the sequence's end, whose scores nobody reads. They get the
     // place of the last row or key. This is cheaper than to skip reads, because what several scores
@@ -139,14 +145,14 @@ struct ScoreRules {
     // The score before the caller's function. The soft cap is that of Gemma 2 (Gemma Team 2024).
     __device__ acc_t unmodified(acc_t product, int row, int key) const {
         acc_t score = product * scale;
-        if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
+        if constexpr (kSoftcap) score = softcap() * tanh_of(score * softcap_reciprocal());
         return score + added(row, key);
     }
     __device__ acc_t added(int row, int key) const {
         acc_t sum = 0;
         if constexpr (kBias) sum += element(bias, inside(row), key);
         if constexpr (kAlibi) {
-            const long long distance = mask.diagonal(row) - key;
+            const int distance = mask.diagonal(row) - key;
             sum -= alibi_slope * static_cast<acc_t>(distance < 0 ? -distance : distance);
         }
         return sum;

@@ -330,7 +330,7 @@ def _tensors(
         dtype=dtype,
         batch=batch,
         seqlen_q=q[seqlen_axis],
-        seqlen_k=_room_in_pages(shapes, k[key_axis], batch if packed else 1) if paged else k[key_axis],
+        seqlen_k=_room_in_pages(shapes, k[key_axis]) * (batch if packed else 1) if paged else k[key_axis],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=q[-1],
@@ -360,16 +360,16 @@ def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
         )
 
 
-def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) -> int:
-    """How many keys the pages of this many sequences have room for."""
+def _room_in_pages(shapes: Mapping[str, Shape], page_size: int) -> int:
+    """How many keys the pages of a sequence have room for."""
     table = shapes["block_table"]
     if page_size == 0:
         raise ValueError(f"k has shape {shapes['k']}; a page must have at least one key")
-    room = sequences * table[1] * page_size
+    room = table[1] * page_size
     if room > MAX_AXIS:
         raise ValueError(
-            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys; at most "
-            f"{MAX_AXIS:,} are allowed"
+            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys of a "
+            f"sequence; at most {MAX_AXIS:,} are allowed"
         )
     return room
 

@@ -22,7 +22,7 @@ from cufa.plan.sizes import (
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
 )
-from cufa.problem import Problem, four_axes
+from cufa.problem import MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Region
 
 # The structs of params.cuh begin with the tensors, then LSE, workspace, softmax_scale and scale_log2, sizes
@@ -101,7 +101,8 @@ def pack_call(lse: int, workspace: int, softmax_scale: float, sum_bytes: int) ->
 
 def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -> bytes:
     """Pack the sizes, which follow the fields of `pack_call`."""
-    lengths = problem.seqlen_q, problem.seqlen_k
+    # Of packed sequences, kernels read from a block table how many keys it has room for.
+    lengths = problem.seqlen_q, min(problem.seqlen_k, MAX_EXTENT)
     sizes = _SIZES[problem.direction].pack(
         problem.batch, problem.heads, problem.kv_heads, *lengths, step, problem.most_keys
     )

@@ -11,6 +11,7 @@ from tolerance import DTYPES, Array, assert_attention, random_problem
 
 import cufa
 from cufa.device import Device
+from cufa.params import pack_sizes
 from cufa.plan import make_plan
 from cufa.problem import MAX_EXTENT, Features, Problem
 
@@ -172,12 +173,26 @@ def refuse(error: type[Exception], message: str, **arguments: Any) -> None:
         ),
         (
             {"block_table": np.broadcast_to(np.zeros((), INT32), (2, 2**30))},
-            "block_table has shape (2, 1073741824), of pages of 4 keys: room for 4,294,967,296 keys",
+            "block_table has shape (2, 1073741824), of pages of 4 keys: room for 4,294,967,296 keys of a",
         ),
     ],
 )
 def test_what_does_not_go_together(arguments: dict[str, Any], message: str) -> None:
     refuse(ValueError, message, **arguments)
+
+
+def test_tables_have_room_for_more_keys_than_32_bits_count() -> None:
+    """Of all sequences together: tables are as long as the longest context."""
+    sequences, heads = 2048, {"dtype": np.float16}
+    q, k = np.empty((sequences, 8, 128), **heads), np.empty((64, 16, 1, 128), **heads)
+    given = {
+        "block_table": np.broadcast_to(np.zeros((), INT32), (sequences, 2**20 // 16)),
+        "seqused_k": np.ones(sequences, INT32),
+        "cu_seqlens_q": np.arange(sequences + 1, dtype=INT32),
+    }
+    problem = cufa.plan(q, k, k, arch="sm_90a", **given).problem
+    assert (problem.seqlen_k, problem.most_keys) == (2**31, 2**20)
+    pack_sizes(problem)
 
 
 @pytest.mark.parametrize(

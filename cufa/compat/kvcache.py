@@ -100,7 +100,8 @@ def flash_attn_with_kvcache(
             for a full cache. On a GPU the numbers of an array are not checked: k must fit, and if a number
             exceeds the cache, all keys in the cache count.
         cache_batch_idx: (batch,) int32, the cache entry of each sequence; None for 0, 1, 2, ... Not with a
-            block table. With k, no two sequences may share an entry.
+            block table. With k, no two sequences may share an entry. Each entry is read as a page, so each
+            length of a cache has kernels of its own, which are compiled at its first use.
         cache_leftpad: (batch,) int32, how many keys at the beginning of each sequence are padding, which no
             query sees; cache_seqlens and positions count them. On a GPU the numbers are not checked.
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`, including the

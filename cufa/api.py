@@ -191,8 +191,8 @@ def attention(
         block_table: (batch, pages) int32, for keys and values in pages (Kwon et al. 2023). k is then
             (pages, page_size, kv_heads, head_dim), v likewise; key i of sequence b is row i % page_size of
             page block_table[b, i // page_size]. Pages may have any order and any size. Entries and rows
-            beyond the `seqused_k` keys of a sequence are not read; entries of pages that a window hides may be.
-            May be combined with cu_seqlens_q, not with cu_seqlens_k. There are no gradients. On a GPU the
+            beyond the `seqused_k` keys of a sequence are not read; entries of pages that a window hides may
+            be. May be combined with cu_seqlens_q, not with cu_seqlens_k. There are no gradients. On a GPU the
             numbers are not checked.
         max_seqlen_q: the most queries that a sequence of cu_seqlens_q has, if you know it. Only planning
             uses it, for tiles that suit the lengths. No result depends on it.

@@ -269,7 +269,7 @@ def attention(
         call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:
-        chosen = chosen_of(kernel, tiles, arch)
+        chosen = chosen_of("forward", kernel, tiles, arch)
         run_on_gpu(call, TENSORS["forward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
@@ -470,7 +470,7 @@ def attention_backward(
         call.want(name)
 
     if call.on_gpu:
-        chosen = chosen_of(kernel, tiles, arch)
+        chosen = chosen_of("backward", kernel, tiles, arch)
         run_on_gpu(call, TENSORS["backward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)

@@ -175,10 +175,10 @@ class Call:
         return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
 
 
-def chosen_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Chosen:
+def chosen_of(direction: Direction, kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Chosen:
     """What a call with these options chooses; raises TypeError or ValueError for invalid values."""
     if kernel is not None:
-        kernel_named(kernel)
+        kernel_named(kernel, direction)
     if arch is not None:
         Arch.parse(arch)
     return kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch, False, None
@@ -385,7 +385,9 @@ def _check_workspace(
 def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
     """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    _at_addresses(known, TENSORS["forward"], known.layout, addresses, chosen_of(None, None, None), device_id)
+    _at_addresses(
+        known, TENSORS["forward"], known.layout, addresses, chosen_of("forward", None, None, None), device_id
+    )
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Times functions of one's own on scores beside PyTorch's FlexAttention, and writes benchmarks/flex.json.
 
-FlexAttention is compiled by torch.compile, and its block mask is made beforehand; neither counts. What cufa
-finds out about a mask_mod is part of each of its calls. Both get the same inputs and functions. The way of
-timing is that of scripts/bench_peers.py.
+Forward and backward of long sequences are timed, and decoding. FlexAttention is compiled by torch.compile,
+and its block mask is made beforehand; neither counts. What cufa finds out about a mask_mod is part of each
+of its calls. Both get the same inputs and functions. The way of timing is that of scripts/bench_peers.py.
 """
 
 import functools
@@ -32,6 +32,9 @@ BATCH, SEQLEN, HEADS = 4, 4096, 16
 DOCUMENTS, WINDOW, CAP = 8, 512, 20.0
 NEAR, BUCKETS, FARTHEST = 16, 32, 128
 
+# A query of each sequence, whose keys are in a cache.
+DECODING = {"batch": 16, "seqlen_k": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
+
 Function = Callable[..., Any]
 
 
@@ -41,6 +44,19 @@ def alibi(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> A
 
 def relative_bias(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
     return score + table[h, q_idx - kv_idx + (SEQLEN - 1)]
+
+
+def bias_of_age(score: Any, _: Any, h: Any, __: Any, kv_idx: Any, table: Any) -> Any:
+    """A relative bias of the one query, which follows all keys."""
+    return score + table[h, DECODING["seqlen_k"] - 1 - kv_idx]
+
+
+def bucket_of_age(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return t5_bias(score, b, h, q_idx + (DECODING["seqlen_k"] - 1), kv_idx, table)
+
+
+def before_end(b: Any, _: Any, __: Any, kv_idx: Any, lengths: Any) -> Any:
+    return kv_idx < lengths[b]
 
 
 def t5_bias(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
@@ -80,6 +96,11 @@ CASES: dict[str, dict[str, Function]] = {
     f"window of {WINDOW}": {"mask_mod": window},
     f"{DOCUMENTS} documents": {"mask_mod": same_document},
 }
+DECODING_CASES: dict[str, dict[str, Function]] = {
+    "relative bias": {"score_mod": bias_of_age},
+    "T5's buckets": {"score_mod": bucket_of_age},
+    "caches of all lengths": {"mask_mod": before_end},
+}
 CUFA_MODS: dict[str, Any] = {"score_mod": cufa.ScoreMod, "mask_mod": cufa.MaskMod}
 
 
@@ -91,6 +112,13 @@ def arrays_of(function: Function) -> Tensors:
         return (torch.randn(HEADS, 2 * SEQLEN - 1, device="cuda"),)
     if function is t5_bias:
         return (torch.randn(HEADS, BUCKETS, device="cuda"),)
+    if function is bias_of_age:
+        return (torch.randn(DECODING["heads"], DECODING["seqlen_k"], device="cuda"),)
+    if function is bucket_of_age:
+        return (torch.randn(DECODING["heads"], BUCKETS, device="cuda"),)
+    if function is before_end:
+        lengths = torch.linspace(0, DECODING["seqlen_k"], DECODING["batch"] + 1, device="cuda")
+        return (lengths[1:].to(torch.int32),)
     if function is same_document:
         drawn = torch.randint(DOCUMENTS, (BATCH, SEQLEN), dtype=torch.int32, device="cuda")
         return (drawn.sort(dim=1).values,)
@@ -146,6 +174,37 @@ def flex_calls(
     return {"forward": attend, "backward": differentiate}, kernel_options
 
 
+def decoding_calls(
+    operands: Tensors, mods: dict[str, tuple[Function, Tensors]]
+) -> tuple[dict[str, Call], dict[str, int]]:
+    """The calls of both for a query of each sequence, and what options FlexAttention's kernel needs."""
+    functions = {name: with_arrays(name, *of_name) for name, of_name in mods.items()}
+    mask_mod = functions.pop("mask_mod", None)
+    if mask_mod is not None:
+        sizes = DECODING["batch"], None, 1, DECODING["seqlen_k"]
+        functions["block_mask"] = create_block_mask(mask_mod, *sizes)
+    theirs, kernel_options = of_flex(operands, enable_gqa=True, **functions)
+    given = map(cupy.from_dlpack, operands)
+    ours = functools.partial(cufa.attention, *given, **cufa_options("", mods))
+    return {"cufa": ours, FLEX: theirs}, kernel_options
+
+
+def decoding_points(dtype: str, rounds: int, flush: Any) -> list[dict[str, Any]]:
+    """How long decoding takes, case by case."""
+    points = []
+    batch, keys, heads, kv_heads, head_dim = DECODING.values()
+    for case, of_case in DECODING_CASES.items():
+        sizes = (batch, 1, heads, head_dim), *((batch, keys, kv_heads, head_dim),) * 2
+        operands = tuple(torch.randn(size, dtype=getattr(torch, dtype), device="cuda") for size in sizes)
+        mods = {name: (function, arrays_of(function)) for name, function in of_case.items()}
+        calls, kernel_options = decoding_calls(operands, mods)
+        bench_peers.check({name: {"forward": call} for name, call in calls.items()})
+        seconds = bench_peers.times_of(calls, rounds, flush)
+        points.append({"case": case, "seconds": seconds, "kernel_options": kernel_options})
+        print(points[-1], flush=True)
+    return points
+
+
 @click.command(help=__doc__)
 @click.option("--dtype", type=click.Choice(("float16", "bfloat16")), default="bfloat16", show_default=True)
 @click.option("--case", "cases", type=click.Choice(tuple(CASES)), multiple=True, default=tuple(CASES))
@@ -177,6 +236,9 @@ def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds:
                 points.append(described | {"seconds": seconds, "kernel_options": kernel_options})
                 print(points[-1], flush=True)
             bench_peers.write_record(RECORD, done, len(problems), shape | {"points": points})
+        decoding = {**DECODING, "points": decoding_points(dtype, rounds, flush.fill)}
+    record = shape | {"points": points, "decoding": decoding}
+    bench_peers.write_record(RECORD, len(problems), len(problems), record)
 
 
 if __name__ == "__main__":

@@ -147,5 +147,6 @@ def compiled_flex(arguments: Tensors, learnt: Tensors, **options: Any) -> Call:
         return compiled(*(x.transpose(1, 2) for x in arguments), **options).transpose(1, 2)
 
     out = attend()
-    torch.autograd.grad(out, (*arguments, *learnt), grad_outputs=torch.ones_like(out))
+    if out.requires_grad:
+        torch.autograd.grad(out, (*arguments, *learnt), grad_outputs=torch.ones_like(out))
     return attend

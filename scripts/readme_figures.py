@@ -651,7 +651,20 @@ def flex(record: Row) -> str:
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, {record['date']}, by "
         "`scripts/bench_flex.py` ([flex.json](flex.json))."
     )
-    return f"{table(header, lines)}\n\n{caption}"
+    return f"{table(header, lines)}\n\n{caption}\n\n{flex_decoding(record['decoding'])}"
+
+
+def flex_decoding(record: Row) -> str:
+    """The same for one query of each sequence."""
+    seconds = {point["case"]: point["seconds"] for point in record["points"]}
+    lines = [
+        (case, duration(each["cufa"]), f"{each[FLEX] / each['cufa']:.2f}") for case, each in seconds.items()
+    ]
+    caption = (
+        f"Decoding in the same run: {record['batch']} sequences of {record['seqlen_k']:,} keys, "
+        f"{record['heads']} heads and {record['kv_heads']} KV heads of {record['head_dim']} dims."
+    )
+    return f"{table(('decoding', 'forward', f'x {FLEX}'), lines)}\n\n{caption}"
 
 
 def bias(record: Row) -> str:

@@ -802,8 +802,10 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
     backward = cufa.plan(q, k, v, arch=80, backward=True)
     assert backward.problem.direction == KERNELS[backward.kernel].direction == "backward"
     assert cufa.plan(q, k, v, arch=80, tiles={"block_m": 64}).tiles["block_m"] == 64
-    with pytest.raises(ValueError, match=r"^kernel is 'fwd_0'; it may be fwd_1_naive, "):
+    with pytest.raises(ValueError, match=r"^kernel is 'fwd_0'; it may be fwd_1_naive, [^b]*$"):
         cufa.plan(q, k, v, arch=80, kernel="fwd_0")
+    with pytest.raises(ValueError, match=r"^kernel is 'bwd_0'; it may be bwd_1_naive, [^f]*bwd_2_flash_v2"):
+        cufa.plan(q, k, v, arch=80, kernel="bwd_0", backward=True)
     with pytest.raises(ValueError, match=r"^kernel is 'bwd_1_naive': .* and this is a forward call$"):
         cufa.plan(q, k, v, arch=80, kernel="bwd_1_naive")
 

@@ -628,11 +628,15 @@ def whole_name(name: str, names: Iterable[str]) -> str:
     return meant[0] if len(meant) == 1 else name
 
 
-def kernel_named(name: str) -> Kernel:
-    """The registry's row of that name, which may be short; ValueError if there is none."""
+def kernel_named(name: str, direction: str | None = None) -> Kernel:
+    """The registry's row of that name, which may be short.
+
+    Raises ValueError if there is none; it names those of the direction, or all.
+    """
     kernel = KERNELS.get(whole_name(name, KERNELS)) if isinstance(name, str) else None
     if kernel is None:
-        raise ValueError(f"kernel is {shown(name)}; it may be {', '.join(KERNELS)}")
+        allowed = (kernel.name for kernel in _LADDER if direction in (None, kernel.direction))
+        raise ValueError(f"kernel is {shown(name)}; it may be {', '.join(allowed)}")
     return kernel
 
 

@@ -87,7 +87,7 @@ def make_plan(
     if kernel is None:
         row, why = best_kernel_and_why(problem, device)
     else:
-        row = kernel_named(kernel)
+        row = kernel_named(kernel, problem.direction)
         why = (f"{row.name}: chosen by the caller",)
         reason = row.unsupported(problem, device)
         if reason is not None:

@@ -39,8 +39,8 @@ _PARTING = struct.Struct("=3i")
 _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
-# Softcap, kept_scale, seed, offset, kept_carry.
-_VALUES = {4: struct.Struct("=" + 2 * "f4x" + "Q2I"), 8: struct.Struct("=2dQ2I")}
+# Softcap and its reciprocal, kept_scale, seed, offset, kept_carry.
+_VALUES = {4: struct.Struct("=" + 3 * "f4x" + "Q2I"), 8: struct.Struct("=3dQ2I")}
 _WINDOW = struct.Struct("=2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
@@ -124,8 +124,9 @@ class FeatureValues(NamedTuple):
 @functools.lru_cache
 def pack_values(values: FeatureValues, sum_bytes: int) -> bytes:
     """Pack the numbers, which lie in the middle of the feature fields; `sum_bytes` as for `pack_call`."""
-    p = values.dropout_p
-    return _VALUES[sum_bytes].pack(values.softcap, kept_scale(p), values.seed, values.offset, kept_carry(p))
+    softcap, p, seed, offset = values
+    reciprocal = 1 / softcap if softcap else 0.0
+    return _VALUES[sum_bytes].pack(softcap, reciprocal, kept_scale(p), seed, offset, kept_carry(p))
 
 
 def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, bytes]:

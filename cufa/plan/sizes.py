@@ -7,8 +7,8 @@ from cufa.problem import Features, Problem
 from cufa.rounding import ceil_div
 
 # The structs of params.cuh, whose fields cufa/params.py packs.
-FORWARD_PARAMS_BYTES = 392
-BACKWARD_PARAMS_BYTES = 560
+FORWARD_PARAMS_BYTES = 400
+BACKWARD_PARAMS_BYTES = 568
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
 ROTARY_PARAMS_BYTES = 120

@@ -62,7 +62,8 @@ struct Features : ModArrays {
     const int* seqused_k;     // (batch)
     // (batch, kv_heads) of float32: factors of 8-bit Q, K and V; null: 1
     const void *q_descale, *k_descale, *v_descale;
-    alignas(8) acc_t softcap;     // the bound of the scores
+    alignas(8) acc_t softcap;  // the bound of the scores
+    alignas(8) acc_t softcap_reciprocal;
     alignas(8) acc_t kept_scale;  // the factor of a probability that dropout keeps
     unsigned long long seed;      // of the random numbers that dropout draws
     unsigned int offset;          // selects one of that seed's sequences

@@ -123,8 +123,7 @@ struct ScoreRules {
     }
 
     __device__ acc_t softcap() const { return features.softcap; }
-    // One division for all scores.
-    __device__ acc_t softcap_reciprocal() const { return 1 / softcap(); }
+    __device__ acc_t softcap_reciprocal() const { return features.softcap_reciprocal; }
 
     // Tiles have rows and keys past the sequence's end, whose scores nobody reads. They get the
     // place of the last row or key. This is cheaper than to skip reads, because what several scores

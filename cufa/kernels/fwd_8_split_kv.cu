@@ -61,9 +61,14 @@ constexpr bool kTakesOutLater = kKeyMask;
 
 // Attends to a range of tiles; with `again`, Q is there, and values that are not finite are taken
 // out.
-__device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, const Work& work,
-                                      WarpRows& rows, const KeyTiles<kBlockN>& keys,
-                                      TileRange tiles, bool again) {
+template <class Range>
+__device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, Work work,
+                                      const Range& range_of, bool again) {
+    if constexpr (kTakesOutLater) work.find_anew();
+    WarpRows rows(params, work);
+    const int first_query = work.query(0), last_query = work.query(work.rows() - 1);
+    const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, first_query, last_query - first_query + 1);
+    const TileRange tiles = range_of(work, keys);
     const bool takes_out = again || !kTakesOutLater;
     const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
                         work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
@@ -86,10 +91,8 @@ __device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, c
     }
     ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
-    if (!again) {
-        smem.make<kThreads>(smem.inputs.q);
-        if constexpr (kMixed) rows.take_units(smem);
-    }
+    if (!again) smem.make<kThreads>(smem.inputs.q);
+    if constexpr (kMixed) rows.take_units(smem);
 
     Output out = {};
     SeenScores seen(rows, tile);
@@ -124,17 +127,11 @@ __device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, c
 template <class Range, class Finish>
 __device__ inline void attend_part(Smem& smem, const ForwardParams& params, const Work& work,
                                    const Range& range_of, const Finish& finish) {
-    WarpRows rows(params, work);
-    const int last_row = work.rows() - 1;
-    const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, work.query(0),
-                                 work.query(last_row) - work.query(0) + 1);
-    const TileRange tiles = range_of(keys);
-
     clear_padding<kThreads, kHeadDim>(smem.inputs.q);
     Output out;
     bool again = false;
     do {
-        out = attend_tiles(smem, params, work, rows, keys, tiles, again);
+        out = attend_tiles(smem, params, work, range_of, again);
         again =
             kTakesOutLater && !again && __syncthreads_or(has_nonfinite<kTiles, kOwnCols>(out.o));
     } while (again);
@@ -143,7 +140,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     out.store(smem.parts[team()]);
     __syncthreads();
 
-    for (int row = threadIdx.x / 32; row <= last_row; row += kWarps) {
+    for (int row = threadIdx.x / 32; row < work.rows(); row += kWarps) {
         finish(row, MergedRow::of<kTeams>(
                         kTeams, [&](int i) -> const RowPart& { return smem.parts[i][row]; }));
     }

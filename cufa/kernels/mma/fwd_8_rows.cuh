@@ -10,6 +10,13 @@ struct Work {
     Sequence sequence;
     int kv_head, group, first_row;
 
+    // What depends on it is found out once more, not kept in registers from one time to the next.
+    __device__ void find_anew() {
+        kv_head = ptx::anew(kv_head);
+        first_row = ptx::anew(first_row);
+        sequence.batch = ptx::anew(sequence.batch);
+        sequence.seqlen_k = ptx::anew(sequence.seqlen_k);
+    }
     __device__ int rows() const { return min(kBlockM, sequence.seqlen_q * group - first_row); }
     __device__ int query(int row) const { return (first_row + row) / group; }
     __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }

@@ -34,7 +34,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
         const Work work = work_at(params, place);
         const int count = min(place.sequence.rounds_of_tile - place.round, left);
         // Rows of a tile may see fewer keys than all rows of the sequence together.
-        const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
+        const auto range_of = [&](const Work& work, const KeyTiles<kBlockN>& keys) -> TileRange {
             const Mask mask = work.sequence.mask(params.features);
             const KeyTiles<kBlockN> all(mask, 0, work.sequence.seqlen_q);
             const int first = all.begin / kBlockN + place.round * kTeams;

@@ -31,7 +31,7 @@ __device__ inline void attend_split(const ForwardParams& params, const Attend& a
     if (kPacked && (work.rows() <= 0 || !work.sequence.is_ours())) return;
 
     // Whole tiles, divided as evenly as possible.
-    const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
+    const auto range_of = [&](const Work& work, const KeyTiles<kBlockN>& keys) -> TileRange {
         const long long tiles = ceil_div(max(keys.end - keys.begin, 0), kBlockN);
         const int first = keys.begin / kBlockN;
         return {first + static_cast<int>(tiles * split / splits),

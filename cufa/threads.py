@@ -72,11 +72,17 @@ in_forked_children(_one_blas_thread.renew)
 
 
 def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Iterator[T]:
-    """Yield work(share) for every share, in order."""
-    if threads == 1:
-        yield from map(work, shares)
-        return
-    with _one_blas_thread, ThreadPoolExecutor(threads) as pool:
-        # NumPy's error state is a context variable, which threads do not inherit.
-        contexts = contextvars.copy_context()
-        yield from pool.map(lambda share: contexts.copy().run(work, share), shares)
+    """Yield work(share) for every share, in order.
+
+    BLAS uses one thread, however many there are here: otherwise the bits of results would depend on what
+    other threads of the process compute meanwhile.
+    """
+    with _one_blas_thread:
+        # Once the main thread has ended, no thread can be started.
+        if threads == 1 or not threading.main_thread().is_alive():
+            yield from map(work, shares)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            # NumPy's error state is a context variable, which threads do not inherit.
+            contexts = contextvars.copy_context()
+            yield from pool.map(lambda share: contexts.copy().run(work, share), shares)

@@ -1,6 +1,8 @@
 """The tiled CPU path against the reference, by the error rule."""
 
 import math
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -463,16 +465,31 @@ def blas_threads() -> list[int]:
     return [library["num_threads"] for library in libraries if library["user_api"] == "blas"]
 
 
-def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had(threads: int) -> None:
+    """In between it has one, however many a call has: the bits of a product depend on it."""
     with threadpoolctl.threadpool_limits(2, "blas"):
         before = blas_threads()
-        calls = [in_threads(lambda share: share, iter(range(2)), threads=2) for _ in range(2)]
+        calls = [in_threads(lambda share: share, iter(range(2)), threads) for _ in range(2)]
         for call in calls:
             next(call)
             assert set(blas_threads()) == {1}
         for call in calls:
             list(call)
         assert blas_threads() == before
+
+
+def test_a_thread_that_outlives_the_main_one_computes() -> None:
+    script = """
+import threading
+from cufa.threads import in_threads
+def work():
+    threading.main_thread().join()
+    print(list(in_threads(str, iter(range(3)), 2)))
+threading.Thread(target=work).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "['0', '1', '2']\n"
 
 
 @pytest.mark.parametrize("passes", [2, 3])

@@ -349,3 +349,19 @@ def gradients_of(kernel, case, *, device=DEVICE, **options):
         return calls.attention_backward(
             problem.dout, *inputs, out, lse, kernel=kernel, device=device, **options, **case.emulator_backward
         )
+
+
+@pytest.mark.parametrize(("kernel", "head_dim"), [("bwd_4_wgmma", 64), ("bwd_5_wgmma_wide", 160)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinite_keys_of_no_weight(rng, kernel, head_dim, sign):
+    """Such a key's value has the gradient 0; its own gradient is lost."""
+    case = draw_case(rng, "float16", ("causal",), seqlen_q=70, seqlen_k=70, head_dim=head_dim)
+    case.problem.k[:, 60, :, 5] = sign * np.inf
+    case.problem.q[..., 5] = -sign * (0.1 + np.abs(case.problem.q[..., 5]))
+    _, _, dv, *_ = gradients_of(kernel, case)
+    with np.errstate(all="ignore"):
+        expected = reference.attention_backward(
+            case.problem.dout, case.problem.q, case.problem.k, case.problem.v, **case.forward
+        )[2]
+    np.testing.assert_allclose(dv.astype(np.float64), expected, atol=2e-2)
+    assert (dv[:, 60] == 0).all()

@@ -13,8 +13,9 @@ struct Params : BiasMap<> {
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
 // Takes NaN and infinity out of a tile of keys: 0 times it would reach queries that do not see the
-// key. What `marked` has of the key becomes NaN, so that queries that see it get NaN from there:
-// the values, if only dP is computed from them. `thread` is one of Threads that do this together,
+// key. Infinity becomes the largest number, whose weights are mostly those of infinity. What `marked`
+// has of the key becomes NaN, so that queries that see it get NaN from there: the values, if only dP
+// is computed from them. `thread` is one of Threads that do this together,
 // each for a part of a row.
 template <int Threads, class KeyRows, class Marked>
 __device__ inline void take_out_of_keys(KeyRows& k, Marked& marked, int thread) {
@@ -31,7 +32,7 @@ __device__ inline void take_out_of_keys(KeyRows& k, Marked& marked, int thread) 
     for (int i = 0; i < kCols / kParts; ++i) {
         scalar_t& value =
             *k.at(row, (i / kChunkCols * kParts + part) * kChunkCols + i % kChunkCols);
-        if (!is_finite(value)) value = scalar_t{};
+        if (!is_finite(value)) value = nearest_finite(value);
     }
     *marked.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
 }

@@ -13,10 +13,10 @@ struct Params : BiasMap<> {
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
 // Takes NaN and infinity out of a tile of keys: 0 times it would reach queries that do not see the
-// key. Infinity becomes the largest number, whose weights are mostly those of infinity. What `marked`
-// has of the key becomes NaN, so that queries that see it get NaN from there: the values, if only dP
-// is computed from them. `thread` is one of Threads that do this together,
-// each for a part of a row.
+// key. Infinity becomes the largest number, whose weights are mostly those of infinity. What
+// `marked` has of the key becomes NaN, so that queries that see it get NaN from there: the values,
+// if only dP is computed from them. `thread` is one of Threads that do this together, each for a
+// part of a row.
 template <int Threads, class KeyRows, class Marked>
 __device__ inline void take_out_of_keys(KeyRows& k, Marked& marked, int thread) {
     constexpr int kParts = Threads / KeyRows::kRows;

@@ -158,8 +158,8 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// log2 of x, within 2^-22 between 1/2 and 2, elsewhere within 2^-22 of itself, rounded towards 0;
-// subnormal x count as 0.
+// log2 of x, within 2^-22 between 1/2 and 2, elsewhere within 2^-22 of itself; exact for powers of
+// two from 1 on; subnormal x count as 0.
 __device__ inline float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

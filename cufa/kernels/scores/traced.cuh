@@ -118,26 +118,22 @@ __device__ inline float quotient_of_score(float a, float b) {
 __device__ inline double quotient_of_score(double a, double b) {
     return a / b;
 }
-__device__ inline float binary_logarithm(float x) {
-    if constexpr (sizeof(scalar_t) > 2) return log2f(x);
-    // The instruction rounds towards 0, so that logarithms of powers of two below 1 are a unit in
-    // the last place too large. Half a unit less, or a little more, rounds them to integers.
-    const float log2 = ptx::log2_fast(x);
-    return fmaf(fminf(log2, 0), 0x1p-24f, log2);
-}
-__device__ inline double binary_logarithm(double x) {
-    return log2(x);
-}
 __device__ inline float logarithm(float x) {
     if constexpr (sizeof(scalar_t) > 2) return logf(x);
     // ln 2 in two parts, of one sign for infinities: logarithms of powers of two are as precise as
     // a float.
     constexpr float kUpper = 0x1.62e42ep-1f, kLower = kLn2 - kUpper;
-    const float log2 = binary_logarithm(x);
+    const float log2 = ptx::log2_fast(x);
     return fmaf(log2, kUpper, log2 * kLower);
 }
 __device__ inline double logarithm(double x) {
     return log(x);
+}
+__device__ inline float binary_logarithm(float x) {
+    return sizeof(scalar_t) <= 2 ? ptx::log2_fast(x) : log2f(x);
+}
+__device__ inline double binary_logarithm(double x) {
+    return log2(x);
 }
 
 __device__ inline float exp_of(float x) {

@@ -160,8 +160,7 @@ def attention(
         mask: True where a query sees a key: shaped like bias; bool, or uint8 with eight keys per byte, as
             from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, kernels on tensor cores first
             read the mask once and then skip tiles in which no query sees a key, so masked calls take less
-            time (except `fwd_8_split_kv`, for few queries). They are fastest if rows of the mask are
-            multiples of 16 bytes.
+            time. They are fastest if rows of the mask are multiples of 16 bytes.
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
             a head, without a value. It is not scaled.

@@ -212,6 +212,19 @@ def test_few_queries(rng, mods, features, functions, tiles):
             few.check(case, tiles)
 
 
+@pytest.mark.parametrize("parts", [{"splits": 2}, {"splits": 1, "shares": 3}], ids=str)
+@pytest.mark.parametrize("features", [("seqused_k",), ("packed",)], ids=str)
+def test_few_queries_of_a_sequence_without_keys(rng, features, parts):
+    """The function is not asked about its keys: there are none."""
+    case = cases.draw_case(rng, "float16", features, seqlen_q=3, seqlen_k=90, **few.HEADS)
+    if "seqused_k" in case.arrays:
+        case.arrays["seqused_k"][:] = 0, 70
+    else:
+        case.arrays["cu_seqlens_k"][:2] = 0
+    case.numbers["mask_mod"] = MaskMod(lambda b, h, q_idx, kv_idx, seen: seen[kv_idx], rng.random(300) < 0.5)
+    few.check(case, few.OWN_TILES | parts)
+
+
 def add_relative(score, b, h, q_idx, kv_idx, table):
     return score + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4]
 

@@ -66,7 +66,7 @@ PLACES = {
     "quotient of a sum": lambda x, y, i, j: np.floor((i + 0.5) / 7),
     "infinite": lambda x, y, i, j: np.log(i * 0.0) / math.log(8) + np.exp(1e4 + i) / 3,
     "powers of two from 1 on": lambda x, y, i, j: np.log2(2.0 ** abs(j)),
-    "bucket of T5": lambda x, y, i, j: (np.log(i / 16) / math.log(128 / 16) * 16).astype(np.int32),
+    "bucket of T5": lambda x, y, i, j: (np.log(np.maximum(i, 16) / 16) / math.log(8) * 16).astype(np.int32),
 }
 
 

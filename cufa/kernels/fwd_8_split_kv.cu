@@ -95,7 +95,7 @@ __device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, W
     if constexpr (kMixed) rows.take_units(smem);
 
     Output out = {};
-    SeenScores seen(rows, tile);
+    SeenScores seen(rows, tile, tiles.end);
     // Whether the team sees anything of the tiles whose copies have begun, the last one in bit 0.
     unsigned int wanted = ~0u;
     TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];

@@ -12,9 +12,11 @@ class SeenScores {
   public:
     static constexpr int kAhead = kStages - 1;  // tiles that are copied while one is attended to
 
-    // What the first tiles show, and starts to read what the next one does.
-    __device__ SeenScores(const WarpRows& rows, int first_tile) {
+    // What the first tiles show, and starts to read what the next one does. Without a tile there
+    // may be no key, which the caller's function could be asked about.
+    __device__ SeenScores(const WarpRows& rows, int first_tile, int end_tile) {
         if constexpr (kKeyMask) {
+            if (first_tile >= end_tile) return;
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
                 load(rows, (first_tile + i * kTeams) * kBlockN);

@@ -419,7 +419,9 @@ class Built:
 
 
 def _empty_some(rng: np.random.Generator, arrays: Mapping[str, Array]) -> None:
-    """Leave some packed sequences without tokens, which are then nobody's."""
+    """Leave some sequences without keys, and some packed ones without tokens, which are then nobody's."""
+    if "seqused_k" in arrays:
+        arrays["seqused_k"][rng.random(len(arrays["seqused_k"])) < 0.2] = 0
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in arrays:
             lengths = np.diff(arrays[name])

@@ -54,6 +54,8 @@ PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("float16", 64, 64, {"score_mod": True}),
     ("bfloat16", 128, 72, {"causal": True, "score_mod": True}),
     ("float32", 64, 40, {"softcap": 2.0, "bias": True}),
+    ("float16", 64, 64, {"mask": True}),
+    ("bfloat16", 128, 128, {"packed": True, "mask_mod": True}),
 )
 SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS = 133, 197, 4, 2
 
@@ -87,6 +89,10 @@ def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any)
     return score + table[h, q_idx - kv_idx + (SEQLEN_K - 1)]
 
 
+def see_some(b: Any, h: Any, q_idx: Any, kv_idx: Any, seen: Any) -> Any:
+    return seen[kv_idx]
+
+
 def arguments_of(
     dtype: str, head_dim: int, value_dim: int, options: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -114,6 +120,13 @@ def arguments_of(
         # As many elements as there are distances: past the ends there are none.
         table = cupy.asarray(rng.standard_normal((HEADS, SEQLEN_Q + SEQLEN_K - 1)).astype(np.float32))
         options["score_mod"] = cufa.ScoreMod(by_distance, table)
+    # Nobody sees some of the keys, in whole tiles and in parts of them.
+    seen = rng.random(SEQLEN_K) < 0.7
+    seen[SEQLEN_K // 3 : SEQLEN_K // 2] = False
+    if options.pop("mask", False):
+        options["mask"] = cupy.asarray(np.broadcast_to(seen, (1, 1, SEQLEN_Q, SEQLEN_K)).copy())
+    if options.pop("mask_mod", False):
+        options["mask_mod"] = cufa.MaskMod(see_some, cupy.asarray(seen))
     tensors = [cupy.asarray(rng.standard_normal((*batch, *shape)).astype(dtype)) for shape in heads]
     return tensors, options
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cufa.arrays import check_elements
 from cufa.messages import counted, kind_of, shown
-from cufa.problem import dtype_of
+from cufa.problem import Shape, dtype_of
 from cufa.traced.code import write_slopes
 from cufa.traced.derivatives import added_terms, derivative, element_derivatives, is_of_distance, times
 from cufa.traced.evaluation import evaluate_all
@@ -203,13 +203,20 @@ class ElementSlope(NamedTuple):
 
         Scores that are not visible add nothing.
         """
+        places, gradients = self.gradients(sums.shape, gradient, visible)
+        np.add.at(sums.reshape(-1), places, gradients)
+
+    def gradients(
+        self, shape: Shape, gradient: _Array, visible: _Array | None
+    ) -> tuple[npt.NDArray[np.intp], _Array]:
+        """The same as places in a contiguous array of this shape, and what is to be added there."""
         of_scores = gradient * self.slope
         if visible is not None:
             np.copyto(of_scores, 0, where=~visible)
         indices = np.broadcast_arrays(*self.indices)
-        places = np.atleast_2d(np.ravel_multi_index(indices, sums.shape, mode="wrap"))
+        places = np.atleast_2d(np.ravel_multi_index(indices, shape, mode="wrap"))
         shared = tuple(axis for axis, size in enumerate(places.shape) if size == 1)
-        np.add.at(sums.reshape(-1), places, of_scores.sum(axis=shared, keepdims=True))
+        return places, of_scores.sum(axis=shared, keepdims=True)
 
 
 class WithSlopes(NamedTuple):

@@ -30,8 +30,9 @@ from cufa.cpu.arithmetic import (
     nonzero,
     row_sums,
 )
-from cufa.problem import four_axes
+from cufa.problem import Shape, four_axes
 from cufa.rounding import ceil_div
+from cufa.score_mod import ElementSlope
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
 from cufa.threads import in_threads
 
@@ -125,7 +126,7 @@ def attention_backward(
     def gradients(share: _Share) -> _Sums:
         scratch = Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
-        of_arrays = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
+        of_arrays = {name: _RangeOfSums(x.shape, dtype) for name, x in dscore_mod.items()}
         sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {}, of_arrays)
         for head, rows in share.tiles:
             h = head.number
@@ -154,7 +155,7 @@ def attention_backward(
                 dS = np.multiply(P, dP, out=dP)
                 if modified is not None:
                     for element in modified.elements:
-                        element.add_to(sums.dscore_mod[element.name], dS, visible)
+                        sums.dscore_mod[element.name].add(element, dS, visible)
                     dS *= np.asarray(modified.slope, dtype)
                 fill_masked(dS, 0, visible)
                 if dbias is not None:
@@ -173,7 +174,7 @@ def attention_backward(
     results = in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
-    array_sums = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
+    array_sums = {name: np.zeros(x.size, dtype) for name, x in dscore_mod.items()}
     for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
         total = functools.reduce(_Sums.add, parts)
         for gradient, of_keys in ((dk, total.dK), (dv, total.dV)):
@@ -183,13 +184,13 @@ def attention_backward(
             dbias_sums[b, h, start:stop, : of_scores.shape[1]] += of_scores
         dsink_sums += total.dsink
         for name, sums in array_sums.items():
-            sums += total.dscore_mod[name]
+            total.dscore_mod[name].add_to(sums)
     if dbias is not None:
         dbias[...] = dbias_sums.reshape(dbias.shape)
     if dsink is not None:
         dsink[...] = dsink_sums
     for name, sums in array_sums.items():
-        dscore_mod[name][...] = sums
+        dscore_mod[name][...] = sums.reshape(dscore_mod[name].shape)
 
 
 @np.errstate(all="ignore")
@@ -328,6 +329,55 @@ class _Share:
     tiles: list[tuple[HeadRules, slice]]
 
 
+# NumPy counts places in less time than it adds to them one by one, unless they lie so many times farther
+# apart.
+_DENSE = 8
+
+
+class _RangeOfSums:
+    """Sums for the elements of an array, from the first to the last of which anything is known.
+
+    One share of many reads few of a large table.
+    """
+
+    def __init__(self, shape: Shape, dtype: npt.DTypeLike) -> None:
+        self._shape, self._begin, self._sums = shape, 0, np.zeros(0, dtype)
+
+    @property
+    def _end(self) -> int:
+        return self._begin + len(self._sums)
+
+    def add(self, element: ElementSlope, gradient: Array, visible: Array | None) -> None:
+        """Add gradients of elements, given that of the scores."""
+        places, gradients = element.gradients(self._shape, gradient, visible)
+        if not places.size:
+            return
+        begin, end = int(places.min()), int(places.max()) + 1
+        self._cover(begin, end)
+        if end - begin <= _DENSE * places.size:
+            sums = np.bincount((places - begin).ravel(), gradients.ravel())
+            self._sums[begin - self._begin : end - self._begin] += sums
+        else:
+            np.add.at(self._sums, places - self._begin, gradients)
+
+    def add_range(self, other: _RangeOfSums) -> None:
+        """Add those of another share."""
+        if len(other._sums):
+            self._cover(other._begin, other._end)
+            self._sums[other._begin - self._begin :][: len(other._sums)] += other._sums
+
+    def add_to(self, sums: Array) -> None:
+        """Add them to those of all elements, in one axis."""
+        sums[self._begin : self._end] += self._sums
+
+    def _cover(self, begin: int, end: int) -> None:
+        if not len(self._sums):
+            self._begin, self._sums = begin, np.zeros(end - begin, self._sums.dtype)
+        elif begin < self._begin or end > self._end:
+            before, after = max(0, self._begin - begin), max(0, end - self._end)
+            self._begin, self._sums = self._begin - before, np.pad(self._sums, (before, after))
+
+
 @dataclass(frozen=True, eq=False)
 class _Sums:
     """What the Q tiles of a share, or of a group, add to gradients that other shares add to as well."""
@@ -337,13 +387,13 @@ class _Sums:
     dV: Array
     dsink: Array
     dbias: dict[BiasPlace, Array]
-    dscore_mod: dict[str, Array]
+    dscore_mod: dict[str, _RangeOfSums]
 
     def add(self, other: _Sums) -> _Sums:
-        pairs = [(self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)]
-        pairs += [(sums, other.dscore_mod[name]) for name, sums in self.dscore_mod.items()]
-        for mine, its in pairs:
+        for mine, its in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):
             mine += its
+        for name, of_array in self.dscore_mod.items():
+            of_array.add_range(other.dscore_mod[name])
         for place, sums in other.dbias.items():
             self.dbias[place] = self.dbias[place] + sums if place in self.dbias else sums
         return self

@@ -310,7 +310,7 @@ def check_attention(
     known = known_of("forward", adopted.described, asked)
     scale = _scale_of(known.problem, softmax_scale, values)
     if adopted.on_gpu:
-        check_on_gpu(known, tuple(adopted.addresses.values()))
+        check_on_gpu(known, adopted.addresses)
         return
     own = adopted.arrays
     of_scores = {name: own[name] for name in FEATURE_ARRAYS if name in own}

@@ -299,20 +299,27 @@ def plan_of(
 
     `in_keys` says that rows of V are the beginnings of those of K.
     """
-    names = TENSORS[known.direction]
-    align_bytes = known.layout.alignment(addresses.get(name, 0) for name in names)
-    known = _as_read(known, align_bytes, device, kernel)
+    known = _as_read(known, addresses, device, kernel)
+    align_bytes = _alignment(known, addresses)
     boxes = _bias_lies_in_boxes(known, 0 if "bias" in known.copied else addresses.get("bias", 0))
     placed = _placed(known, known.layout, align_bytes, in_keys and known.keeps_keys, boxes)
     return make_plan(placed, device, kernel, tiles)
 
 
-def _as_read(known: Known, align_bytes: int, device: Device, kernel: str | None) -> Known:
+def _as_read(known: Known, addresses: Mapping[str, int], device: Device, kernel: str | None) -> Known:
     """The same with V copied if it is stored transposed and no kernel, or not this one, reads it so."""
+    if not known.problem.transposed_values:
+        return known
+    align_bytes = _alignment(known, addresses)
     problem = replace(known.problem, align_bytes=align_bytes, ascending=known.layout.ascending)
-    if not problem.transposed_values or reads_transposed(problem, device, kernel):
+    if reads_transposed(problem, device, kernel):
         return known
     return _known(known.direction, known.arrays, known.options, False)
+
+
+def _alignment(known: Known, addresses: Mapping[str, int]) -> int:
+    """What divides the strides and addresses of the tensors; those without an address are well aligned."""
+    return known.layout.alignment(addresses.get(name, 0) for name in TENSORS[known.direction])
 
 
 def _placed(known: Known, layout: Layout, align_bytes: int, in_keys: bool, bias_boxes: bool) -> Problem:
@@ -341,8 +348,7 @@ def run_on_gpu(
     """
     tensors, addresses = call.tensors, call.addresses
     if call.problem.transposed_values:
-        align_bytes = call.known.layout.alignment(addresses[name] for name in names if name in addresses)
-        call.known = _as_read(call.known, align_bytes, target(chosen[2]), chosen[0])
+        call.known = _as_read(call.known, addresses, target(chosen[2]), chosen[0])
     known = call.known
     layout = layout or known.layout
     given_at = tuple(addresses.values())
@@ -382,12 +388,12 @@ def _check_workspace(
     check_apart(arrays.regions(known.arrays, addresses) | {"workspace": own}, ("workspace",))
 
 
-def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
+def check_on_gpu(known: Known, addresses: Mapping[str, int]) -> None:
     """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    _at_addresses(
-        known, TENSORS["forward"], known.layout, addresses, chosen_of("forward", None, None, None), device_id
-    )
+    known = _as_read(known, addresses, target(None), None)
+    chosen, given_at = chosen_of("forward", None, None, None), tuple(addresses.values())
+    _at_addresses(known, TENSORS["forward"], known.layout, given_at, chosen, device_id)
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:

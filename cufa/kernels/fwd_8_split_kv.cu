@@ -10,6 +10,8 @@
 // Of wide heads, several warps share rows: each computes their scores from a part of the head dims,
 // adds up the parts of all, and has a part of the output's columns. Where rows of V are the
 // beginnings of those of K (multi-head latent attention: DeepSeek-AI 2024), only K is copied.
+// With a mask or a mask_mod, a team finds out what a tile shows before its copy would begin, and
+// leaves out tiles of which nobody sees anything.
 //
 // Launches: fwd_8_split_kv; merge_splits, if blocks split the keys of a tile. It may begin while
 // the launch before it ends.

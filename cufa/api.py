@@ -133,7 +133,7 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to
             576. Or float8_e4m3fn (ml_dtypes), which has no gradients and, on a GPU, needs sm_89 or newer,
-            even head dims, and none of bias, dropout_p, score_mod and mask_mod.
+            even head dims, and no dropout_p.
         k: (batch, seqlen_k, kv_heads, head_dim), dtype as q. heads must be a multiple of kv_heads; query
             head h reads KV head h // (heads // kv_heads). With q in bfloat16 or float16, k and v may both
             be float8_e4m3fn: a key-value cache in half the memory, for few queries or, on a Hopper GPU with

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import test_emulator_split_kv as few
 from emulator import calls
+from float8 import assert_float8, descales_of
 from test_emulator_backward_features import TILES as BACKWARD_TILES
 from test_emulator_forward_features import TILES
 from test_emulator_hopper_features import DEVICE as FEW_SMS
@@ -14,7 +15,7 @@ from test_emulator_hopper_features import gradients_of
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
-from cufa.problem import accumulator_dtype
+from cufa.problem import FLOAT8, accumulator_dtype
 from cufa.score_mod import MaskMod, ScoreMod
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
@@ -210,6 +211,15 @@ def test_few_queries(rng, mods, features, functions, tiles):
         case.numbers.update((own[name].name, own[name]) for name in functions)
         with np.errstate(invalid="ignore"):
             few.check(case, tiles)
+
+
+def test_few_queries_of_8_bits(rng):
+    case = cases.draw_case(rng, FLOAT8, ("causal", "bias"), seqlen_q=3, seqlen_k=90, **few.HEADS)
+    case.numbers["score_mod"] = by_distance(rng, 3, 90)
+    inputs, descales = (case.problem.q, case.problem.k, case.problem.v), descales_of(rng, case)
+    options = {"kernel": few.KERNEL, "tiles": few.OWN_TILES | {"block_n": 32}, "out_dtype": np.float16}
+    out, lse = calls.attention(*inputs, **case.emulator_forward, **descales, **options)
+    assert_float8(out, lse, case.problem, descales, **case.forward)
 
 
 @pytest.mark.parametrize("parts", [{"splits": 2}, {"splits": 1, "shares": 3}], ids=str)

@@ -463,7 +463,7 @@ def test_options_with_impossible_values(
 @pytest.mark.parametrize(("kernel", "arch", "named"), [(["fwd_4"], None, "kernel"), (None, [80], "arch")])
 def test_rungs_that_have_no_hash_are_named(kernel: Any, arch: Any, named: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{named} is "):
-        chosen_of(kernel, None, arch)
+        chosen_of("forward", kernel, None, arch)
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])
@@ -562,15 +562,15 @@ def test_the_longest_sequences_may_be_arrays_without_axes(rng: np.random.Generat
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert chosen_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False, None)
+        assert chosen_of("forward", None, {"parts": size}, None) == (None, (("parts", 2),), None, False, None)
     for size in (2.0, "2", None):
         with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
-            chosen_of(None, {"parts": size}, None)
+            chosen_of("forward", None, {"parts": size}, None)
 
 
 def test_flags_are_no_sizes() -> None:
     with pytest.raises(TypeError, match=r"^tiles has parts True; it must be an integer$"):
-        chosen_of(None, {"parts": True}, None)
+        chosen_of("forward", None, {"parts": True}, None)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:

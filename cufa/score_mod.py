@@ -30,7 +30,6 @@ from cufa.traced.expression import (
     Expression,
     Kind,
     TracedArray,
-    asks_score,
     in_order,
     kind_of_dtype,
     lifted,
@@ -318,7 +317,7 @@ class ScoreMod(_Mod):
         return "\n".join(
             (
                 f"constexpr bool kScoreModSlopes = {cpp_bool(has_slopes)};\n",
-                f"constexpr bool kSlopeAsksScore = {cpp_bool(asks_score(self.slope))};\n",
+                f"constexpr bool kSlopeAsksScore = {cpp_bool('score' in names_in(self.slope))};\n",
                 f"constexpr bool kScoreModAdds = {cpp_bool(added is not None and not self._looks_up)};\n",
                 f"constexpr bool kScoreModLooksUp = {cpp_bool(self._looks_up)};\n",
                 function_of("acc_t", "modified_score", "acc_t score, ", self.expression),

@@ -155,19 +155,26 @@ def cufa_calls(case: str, inputs: Tensors, mods: dict[str, tuple[Function, Tenso
     return {"forward": attend, "backward": differentiate}
 
 
+def flex_options(
+    mods: dict[str, tuple[Function, Tensors]], batch: int, queries: int, keys: int
+) -> dict[str, Any]:
+    """FlexAttention's own arguments; a mask_mod that reads nothing is the same for all sequences."""
+    functions = {name: with_arrays(name, *of_name) for name, of_name in mods.items()}
+    mask_mod = functions.pop("mask_mod", None)
+    if mask_mod is None:
+        return functions
+    sequences = batch if mods["mask_mod"][1] else None
+    return functions | {"block_mask": create_block_mask(mask_mod, sequences, None, queries, keys)}
+
+
 def flex_calls(
     inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]
 ) -> tuple[dict[str, Call], dict[str, int]]:
     """Forward and backward, and what options of its kernels they need."""
-    functions = {name: with_arrays(name, *of_name) for name, of_name in mods.items()}
-    mask_mod = functions.pop("mask_mod", None)
-    if mask_mod is not None:
-        batch = BATCH if mods["mask_mod"][1] else None
-        functions["block_mask"] = create_block_mask(mask_mod, batch, None, SEQLEN, SEQLEN)
     *operands, dout = inputs
     arguments = [x.detach().requires_grad_() for x in operands]
     learnt = learnt_of(mods)
-    attend, kernel_options = of_flex(arguments, learnt, **functions)
+    attend, kernel_options = of_flex(arguments, learnt, **flex_options(mods, BATCH, SEQLEN, SEQLEN))
     differentiate = functools.partial(
         torch.autograd.grad, attend(), arguments + learnt, grad_outputs=dout, retain_graph=True
     )
@@ -175,17 +182,13 @@ def flex_calls(
 
 
 def decoding_calls(
-    operands: Tensors, mods: dict[str, tuple[Function, Tensors]]
+    case: str, operands: Tensors, mods: dict[str, tuple[Function, Tensors]]
 ) -> tuple[dict[str, Call], dict[str, int]]:
     """The calls of both for a query of each sequence, and what options FlexAttention's kernel needs."""
-    functions = {name: with_arrays(name, *of_name) for name, of_name in mods.items()}
-    mask_mod = functions.pop("mask_mod", None)
-    if mask_mod is not None:
-        sizes = DECODING["batch"], None, 1, DECODING["seqlen_k"]
-        functions["block_mask"] = create_block_mask(mask_mod, *sizes)
-    theirs, kernel_options = of_flex(operands, enable_gqa=True, **functions)
+    options = flex_options(mods, DECODING["batch"], 1, DECODING["seqlen_k"])
+    theirs, kernel_options = of_flex(operands, enable_gqa=True, **options)
     given = map(cupy.from_dlpack, operands)
-    ours = functools.partial(cufa.attention, *given, **cufa_options("", mods))
+    ours = functools.partial(cufa.attention, *given, **cufa_options(case, mods))
     return {"cufa": ours, FLEX: theirs}, kernel_options
 
 
@@ -197,7 +200,7 @@ def decoding_points(dtype: str, rounds: int, flush: Any) -> list[dict[str, Any]]
         sizes = (batch, 1, heads, head_dim), *((batch, keys, kv_heads, head_dim),) * 2
         operands = tuple(torch.randn(size, dtype=getattr(torch, dtype), device="cuda") for size in sizes)
         mods = {name: (function, arrays_of(function)) for name, function in of_case.items()}
-        calls, kernel_options = decoding_calls(operands, mods)
+        calls, kernel_options = decoding_calls(case, operands, mods)
         bench_peers.check({name: {"forward": call} for name, call in calls.items()})
         seconds = bench_peers.times_of(calls, rounds, flush)
         points.append({"case": case, "seconds": seconds, "kernel_options": kernel_options})

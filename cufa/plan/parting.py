@@ -83,9 +83,8 @@ def unsuited_features(problem: Problem) -> str | None:
 def _unsuited_parts(problem: Problem, tiles: PartedTiles, key_tiles: list[int], parts: int) -> str | None:
     if parts > MOST_PARTS and not tiles.merges_later(problem, parts):
         return f"{parts} parts are more than one block merges, {MOST_PARTS}"
-    if (
-        ceil_div(problem.most_keys, tiles.block_n) * parts > MAX_EXTENT
-    ):  # schedule.cuh's keep_part multiplies them
+    # schedule.cuh's keep_part multiplies them.
+    if ceil_div(problem.most_keys, tiles.block_n) * parts > MAX_EXTENT:
         return f"tiles of keys and parts, multiplied, are counted only up to {MAX_EXTENT:,}"
     if varies(problem):
         return None

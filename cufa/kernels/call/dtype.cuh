@@ -68,12 +68,6 @@ __device__ inline bool is_finite(T x) {
 __device__ inline bool is_finite(float8_e4m3fn x) {
     return (x.bits & 0x7f) != 0x7f;
 }
-// Of 16-bit numbers that are not finite: the largest number for infinity, 0 for NaN.
-template <class T>
-__device__ inline T nearest_finite(T x) {
-    const bool is_nan = (x.bits & 0x7fff) > kExponentBits<T>;
-    return T{static_cast<unsigned short>(is_nan ? 0 : x.bits - 1)};
-}
 // Only NaN and infinity minus themselves are not 0.
 __device__ inline bool is_finite(float32 x) {
     return x - x == 0;
@@ -82,6 +76,13 @@ __device__ inline bool is_finite(float32 x) {
 __device__ inline bool is_finite(float64 x) {
     constexpr int kExponent = 0x7ff00000;  // in the upper half
     return (__double2hiint(x) & kExponent) != kExponent;
+}
+
+// Of 16-bit numbers that are not finite: the largest number for infinity, 0 for NaN.
+template <class T>
+__device__ inline T nearest_finite(T x) {
+    const bool is_nan = (x.bits & 0x7fff) > kExponentBits<T>;
+    return T{static_cast<unsigned short>(is_nan ? 0 : x.bits - 1)};
 }
 
 // Not zero if one of two elements in a word is NaN or infinite. If all bits of an exponent are set,

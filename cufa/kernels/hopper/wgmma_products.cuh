@@ -176,8 +176,8 @@ __device__ inline void wait_product(float (&values)[Count]) {
     hold_all(values);
 }
 
-// Two sums rounded to T, with `low` first in memory.
-// With Finite, numbers that are too large for T become its largest.
+// Two sums rounded to T, with `low` first in memory. With Finite, numbers that are too large for T
+// become its largest.
 template <class T = operand_t, bool Finite = false>
 __device__ inline unsigned int round_pair(float low, float high) {
     if constexpr (Finite && !is_bfloat16<T>) return ptx::pack_finite_f16(low, high);

@@ -28,7 +28,7 @@ class SeenScores {
 
     // Finds out what the tile kAhead tiles on shows; returns whether the lane sees any of it.
     __device__ bool look_ahead(const WarpRows& rows, int first_key) {
-        return !kKeyMask || look(rows, first_key, kAhead);
+        return look(rows, first_key, kAhead);
     }
     // Starts to read what the tile after that one shows.
     __device__ void load(const WarpRows& rows, int first_key) {

@@ -112,11 +112,8 @@ __device__ inline double quotient_by(double x, double c) {
 }
 
 // For 8-bit and 16-bit operands, scores are no more precise than a fast quotient or logarithm.
-__device__ inline float quotient_of_score(float a, float b) {
+__device__ inline acc_t quotient_of_score(acc_t a, acc_t b) {
     return sizeof(scalar_t) <= 2 ? ptx::quotient_fast(a, b) : a / b;
-}
-__device__ inline double quotient_of_score(double a, double b) {
-    return a / b;
 }
 __device__ inline float logarithm(float x) {
     if constexpr (sizeof(scalar_t) > 2) return logf(x);
@@ -129,11 +126,8 @@ __device__ inline float logarithm(float x) {
 __device__ inline double logarithm(double x) {
     return log(x);
 }
-__device__ inline float binary_logarithm(float x) {
-    return sizeof(scalar_t) <= 2 ? ptx::log2_fast(x) : log2f(x);
-}
-__device__ inline double binary_logarithm(double x) {
-    return log2(x);
+__device__ inline acc_t binary_logarithm(acc_t x) {
+    return sizeof(scalar_t) <= 2 ? ptx::log2_fast(x) : log2_of(x);
 }
 
 __device__ inline float exp_of(float x) {

@@ -323,8 +323,6 @@ struct Consumer : GradientHandout {
         }
     }
 
-    // Turns products into scores, if scores are more than scaled products. Masked matters only to
-    // functions.
     template <class Walk>
     __device__ void apply_slopes_of_places(Scores& ds, const Walk& walk) const {
         if (walk.masked()) {
@@ -334,6 +332,8 @@ struct Consumer : GradientHandout {
         }
     }
 
+    // Turns products into scores, if scores are more than scaled products. Masked matters only to
+    // functions.
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);

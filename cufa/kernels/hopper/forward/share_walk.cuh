@@ -101,6 +101,6 @@ class ShareWalk {
     const ForwardParams& call;
     const EqualShares equal;
     KeyShare left;
-    RoundPlace place{
-        -1};  // of the next work, at last where the share ends; batch -1 without any keys
+    // Of the next work, at last where the share ends; batch -1 without any keys.
+    RoundPlace place{-1};
 };

@@ -4,6 +4,7 @@ A kernel resets its counter to 0 when it ends. Each call takes the next counter 
 different streams have their own: a counter is reused only after more calls than a GPU can hold in its queues.
 (A call that its stream holds back for longer would have to begin just beside the one that shares its
 counter.) A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time.
+(Of executables made of the same graph only one may run at a time: they also share its workspace and output.)
 When half of the ring is kept, it gets new counters.
 """
 

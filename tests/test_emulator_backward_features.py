@@ -257,6 +257,17 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
     assert all(np.isfinite(gradient).any() for gradient in gradients)
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_nan_shows_where_its_weight_is_0(rng, kernel, dtype):
+    """In tiles that a mask cuts as in whole ones: what is seen is multiplied."""
+    case = cases.draw_case(rng, dtype, ["causal", "bias"], seqlen_q=50, seqlen_k=50, batch=1, **cases.SIZES)
+    case.arrays["bias"][..., 5] = -np.inf
+    case.problem.dout[:, 40] = np.nan
+    _, _, dv = check(kernel, case)
+    assert np.isnan(dv[:, :41]).all()
+    assert np.isfinite(dv[:, 41:]).all()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tiles_that_a_mask_hides(rng, deterministic):
     for of_batch, of_heads, rows in [(2, 2, 70), (1, 1, 70), (2, 1, 1)]:

@@ -113,6 +113,23 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, bad):
     assert np.isfinite(out).any()
 
 
+@pytest.mark.parametrize("why", ["bias", "underflow", "dropout_p"])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_nan_shows_where_its_weight_is_0(rng, kernel, dtype, why):
+    """In tiles that a mask cuts as in whole ones: what is seen is multiplied."""
+    features = ["causal"] if why == "underflow" else ["causal", why]
+    case = cases.draw_case(rng, dtype, features, seqlen_q=50, seqlen_k=50, batch=1, **cases.SIZES)
+    if why == "bias":
+        case.arrays["bias"][..., 5] = -np.inf
+    elif why == "underflow":
+        case.problem.q[:] = abs(case.problem.q)
+        case.problem.k[:, 5] = -1000
+    case.problem.v[:, 5] = np.nan
+    out, _ = check(kernel, case)
+    assert np.isfinite(out[:, :5]).all()
+    assert np.isnan(out[:, 5:]).all()
+
+
 @pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
 def test_what_a_mask_shows_of_tiles(rng, monkeypatch, in_bits):
     """It is found as often as the mask is another, and read 16 bytes at once or byte by byte."""

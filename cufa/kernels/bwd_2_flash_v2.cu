@@ -168,9 +168,9 @@ struct ScoreGradients {
         if (slice < kValueSlices) add_product<kValueDepth>(ds, smem.dout, smem.v, grid);
     }
 
-    // Turns S into P and dP into dS. Where a row does not see a key, both are set to zero rather
-    // than computed: an LSE of -inf or a NaN in the key must have no effect. `add_up` adds to the
-    // other gradients, score by score.
+    // Turns S into P and dP into dS. Where a row does not see a key, neither is computed: an LSE of
+    // -inf or a NaN in the key must have no effect. `add_up` adds to the other gradients, score by
+    // score.
     template <bool Masked, class AddUp>
     __device__ void differentiate(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
                                   int first_row, int first_key, const AddUp& add_up) {
@@ -181,15 +181,16 @@ struct ScoreGradients {
 #pragma unroll
             for (int j = 0; j < kKeys; ++j) {
                 const int key = first_key + grid.key(j);
-                ScoreGradient gradient;
-                if (!Masked || rules.sees(row, key)) {
-                    const bool kept = !kDropout || rules.keeps(row, key);
-                    gradient =
-                        score_gradient(Exp2(), rules, p[i][j], ds[i][j], row, key, stats, kept);
-                    add_up(row, key, p[i][j], gradient);
+                if (Masked && !rules.sees(row, key)) {
+                    p[i][j] = ds[i][j] = unseen_weight();
+                    continue;
                 }
+                const bool kept = !kDropout || rules.keeps(row, key);
+                const ScoreGradient gradient =
+                    score_gradient(Exp2(), rules, p[i][j], ds[i][j], row, key, stats, kept);
+                add_up(row, key, p[i][j], gradient);
                 p[i][j] = gradient.p;
-                ds[i][j] = gradient.product;
+                ds[i][j] = gradient.product + 0;  // never -0
             }
         }
     }

@@ -82,12 +82,13 @@ struct Consumer : InspectedConsumer<WideConsumer<Consumer, Smem>> {
     HeadScales descaled;  // of the current tile, if keys are in 8 bits
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : InspectedConsumer(smem, params, warpgroup), current_scale(params.call.scale_log2) {}
+        : InspectedConsumer(smem, params, warpgroup),
+          current_scale(params.call.scale_log2, params.call.features) {}
 
     __device__ void begin(const WorkTile& work) {
         if constexpr (kWidensKeys) {
             descaled = {params.call, work.batch, work.kv_head};
-            current_scale = Scale(descaled.scores_log2());
+            current_scale = Scale(descaled.scores_log2(), params.call.features);
         }
     }
     __device__ void unscale(Scores& s) const { smem.helpers.unscale(s); }

@@ -152,6 +152,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const State state(params, batch, head);
     Statistics statistics;
     statistics.exponentiate(scores, state, keys, grid, first_row, sizes.seqlen_q);
+    mark_unseen(scores, grid, [&](int row, int key) {
+        return keys.first_key + key < mask.keys_end(first_row + row);
+    });
 
     // A row of P is written and read by lanes of one warp only.
     store_scores(smem.p, scores, grid);

@@ -68,6 +68,10 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& ru
     apply<Masked>(rules, scores, grid, first_row, first_key);
     acc.exponentiate(scores);
     if constexpr (kDropout) drop(rules, scores, grid, first_row, first_key);
+    if constexpr (Masked) {
+        mark_unseen(scores, grid,
+                    [&](int row, int key) { return rules.sees(first_row + row, first_key + key); });
+    }
 
     // A row of P is written and read by lanes of one warp only.
     store_scores(smem.p, scores, grid);

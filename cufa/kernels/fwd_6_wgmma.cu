@@ -66,7 +66,8 @@ struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.scale_log2) {}
+        : InspectedConsumer(smem, params, warpgroup),
+          call_scale(params.call.scale_log2, params.call.features) {}
 
     __device__ void begin(const WorkTile&) {}
     __device__ Scale scale() const { return call_scale; }

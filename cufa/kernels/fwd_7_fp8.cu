@@ -104,7 +104,7 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     __device__ void begin(const WorkTile& work) {
         scales = {params.call, work.batch, work.kv_head};
     }
-    __device__ Scale scale() const { return Scale(scales.scores_log2()); }
+    __device__ Scale scale() const { return Scale(scales.scores_log2(), params.call.features); }
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }
 

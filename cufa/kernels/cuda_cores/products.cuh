@@ -72,14 +72,24 @@ __device__ inline void product_nt(ScoreTile<TM, TN>& scores, const A& a, const B
     }
 }
 
-// sum += weight * values, element by element. In a Masked tile, a weight of exactly zero adds
-// nothing even if the values are NaN or infinite: the row may not see them.
+// The weight of a key that a row does not see: -0, which no other weight is.
+__device__ inline acc_t unseen_weight() {
+    return -acc_t(0);
+}
+__device__ inline bool is_unseen(float weight) {
+    return __float_as_int(weight) == __float_as_int(-0.0f);
+}
+__device__ inline bool is_unseen(double weight) {
+    return weight == 0 && __double2hiint(weight) < 0;
+}
+
+// sum += weight * values, element by element. In a Masked tile, values that a row does not see add
+// nothing even if they are NaN or infinite. Values that it sees do, even if the weight is 0.
 template <bool Masked>
 __device__ inline void add_scaled(Vec& sum, acc_t weight, const Vec& values) {
+    if (Masked && is_unseen(weight)) return;
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-        if (!Masked || weight != 0) sum[e] += weight * values[e];
-    }
+    for (int e = 0; e < kVec; ++e) sum[e] += weight * values[e];
 }
 
 // out[i][c] += sum_k weights[row i][k] * values[k][dims c], as in O += P V and dQ = dS K.

@@ -35,6 +35,17 @@ __device__ inline void apply(const ScoreRules& rules, ScoreTile<TM, TN>& scores,
         }
 }
 
+// Sets the weights of keys that a row does not see, by seen(row, key) in the tile, to -0.
+template <int TM, int TN, class Grid, class Seen>
+__device__ inline void mark_unseen(ScoreTile<TM, TN>& p, const Grid& grid, const Seen& seen) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            if (!seen(grid.row(i), grid.key(j))) p[i][j] = unseen_weight();
+        }
+}
+
 // Drops probabilities at random.
 template <int TM, int TN, class Grid>
 __device__ inline void drop(const ScoreRules& rules, ScoreTile<TM, TN>& p, const Grid& grid,

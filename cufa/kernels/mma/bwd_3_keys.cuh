@@ -306,10 +306,11 @@ __device__ inline void clear_query_gradients(const QueryHead& head, int first, i
     constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>, kRowChunks = kHeadDim / kChunk;
     const Sequence sequence(head.params, head.rules.batch);
     const auto dq = sequence.queries<scalar_t>(head.params.dq, head.rules.head);
+    const long long chunks = static_cast<long long>(end - first) * kRowChunks;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (end - first) * kRowChunks; i += kThreads)
-        *reinterpret_cast<Pack<scalar_t, kChunk>*>(dq.row(first + i / kRowChunks) +
-                                                   i % kRowChunks * kChunk) = {};
+    for (long long i = threadIdx.x; i < chunks; i += kThreads)
+        *reinterpret_cast<Pack<scalar_t, kChunk>*>(
+            dq.row(first + static_cast<int>(i / kRowChunks)) + i % kRowChunks * kChunk) = {};
 }
 
 // Of a block's keys: dK and dV, and what they add to dQ.

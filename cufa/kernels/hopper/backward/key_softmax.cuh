@@ -299,9 +299,9 @@ struct KeySoftmax {
 
     // 1 - tanh^2, or 0 where the tanh is not known.
     __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
-    // The same for a score whose P is known: it was log2 P + LSE.
+    // The same for a score whose P is known: it was log2 P + LSE. Where P is 0, so is the slope.
     __device__ float slope_at(float p, float minus_lse) const {
-        return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
+        return slope((ptx::log2_fast(p) - minus_lse) * (float(kLn2) / softcap));
     }
     // The score of element i of a thread's products. If the row does not see the key the slope is
     // 0, whatever a function makes of the score.

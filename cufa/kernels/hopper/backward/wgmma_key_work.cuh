@@ -137,8 +137,9 @@ struct KeyOrder {
 
         // Heads come in sections. Within a section the first keys come first. Under a causal mask
         // most queries see them, and long work that starts late would leave the GPU waiting. And a
-        // block that takes turns never waits for one that begins later. A rest of less than half a
-        // section joins the section before: it has too few heads for all SMs.
+        // block that takes turns never waits for one that begins later, as blocks begin in the
+        // order of their numbers (CUDA does not promise it, but all GPUs do so). A rest of less
+        // than half a section joins the section before: it has too few heads for all SMs.
         __device__ HeadTile at(unsigned int index, const Sizes& sizes) const {
             // Parts of rows wait for each other's additions, so they belong together.
             const int least = of_section(sizes);

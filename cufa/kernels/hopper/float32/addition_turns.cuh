@@ -10,7 +10,8 @@ static_assert(!kDeterministic || !kKeyMask,
               "nobody would count those that leave out a tile of queries");
 
 // The turns of those who add to a block's part of dQ, tile by tile of queries. A block never waits
-// for one that begins later: the first keys come first.
+// for one that begins later: the first keys come first, and blocks begin in the order of their
+// numbers (CUDA does not promise it, but all GPUs do so).
 class AdditionTurns {
   public:
     __device__ explicit AdditionTurns(const KeyTile& work)

@@ -338,7 +338,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         wait_product<Pending>(s);
         release_and_advance(smem.k_ring, k_at);
         if (last && threadIdx.x % 32 == 0) smem.q_ring[warpgroup].release(q_at);
-        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
+        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features);
     }
 
     __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {

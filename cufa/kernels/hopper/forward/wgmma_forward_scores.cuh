@@ -72,7 +72,7 @@ struct ForwardScores {
         const float slope = alibi_slope_of(params.call.features, work.batch, work.head);
         alibi_slope = slope * unit_of(self().scale());
     }
-    // The product whose score is 1, not in log 2.
+    // What has the score 1, not in log 2.
     __device__ static float unit_of(Scale scale) {
         return float(kLog2E) * ptx::reciprocal_fast(scale.factor);
     }
@@ -98,7 +98,7 @@ struct ForwardScores {
 
     // Adds to products what turns them into scores, including the caller's function.
     __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
-        if constexpr (!kProductUnits && !kSoftcap) {
+        if constexpr (!kKeepsUnits && !kSoftcap) {
 #pragma unroll
             for (float& score : s) score *= self().softmax_scale();
         }

@@ -25,20 +25,25 @@ constexpr float kAboveFewKeys = 2;
 // From here on weights may have been infinite and cannot be shrunk.
 constexpr float kAlmostInfinity = 0x1p126f;
 
-// Whether scores stay in units of products. What is added to them is then converted to these units.
-constexpr bool kProductUnits = !kSoftcap && (!kScoreMod || kScoreModAdds);
+// Whether scores stay in the units they come in: of products or, with a soft cap, of the cap. What
+// is added to them is then converted to these units.
+constexpr bool kKeepsUnits = !kScoreMod || kScoreModAdds;
 // Whether anything is added.
 constexpr bool kAdds = kAlibi || kBias || kScoreMod;
 
-// Turns a product of a query and a key into a score in log 2.
+// Turns a product of a query and a key, bounded if there is a soft cap, into a score in log 2.
 struct Scale {
     float factor;       // never 0: -inf * 0 is NaN
     float inverse;      // NaN if factor < 0: the largest score is then the smallest product
     float lowered = 0;  // how much all of this thread's scores are to be lowered
 
-    __device__ explicit Scale(float scale_log2)
-        : factor(kProductUnits ? scale_log2 : float(kLog2E)),
+    __device__ Scale(float scale_log2, const Features& features)
+        : factor(kKeepsUnits ? scale_log2 : float(kLog2E)),
           inverse(factor > 0 ? 1 / factor : not_a_number()) {
+        if constexpr (kKeepsUnits && kSoftcap) {
+            factor = features.softcap * float(kLog2E);
+            inverse = features.softcap_reciprocal * float(kLn2);
+        }
         // What is added to scores is divided by the factor, so it must not be too close to 0.
         if (kAdds && fabsf(factor) < kSmallestScale) {
             factor = kSmallestScale;
@@ -64,10 +69,11 @@ struct Scale {
 
 // Turns products into scores, with a soft cap.
 template <int Count>
-__device__ inline void bound(float (&s)[Count], float softmax_scale, float softcap) {
-    const float inner = softmax_scale / softcap;
+__device__ inline void bound(float (&s)[Count], float softmax_scale, const Features& features) {
+    const float inner = softmax_scale * features.softcap_reciprocal;
+    const float unit = kKeepsUnits ? 1 : features.softcap;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+    for (int i = 0; i < Count; ++i) s[i] = unit * tanh_of(s[i] * inner);
 }
 
 // Adds ALiBi to a tile of products. `slope` is in units of products, and `distance` is that of a

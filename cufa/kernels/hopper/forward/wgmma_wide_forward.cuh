@@ -252,7 +252,7 @@ struct WideConsumer : ForwardScores<Self, Smem> {
         if (threadIdx.x % 32 == 0) release_keys();
         for (int i = 0; i < kColumnWarpgroups; ++i) k_at.advance();  // to the next of one's own
         self().unscale(s);
-        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
+        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features);
     }
 
     // Releases the columns that are needed only for scores.

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from cufa.messages import shown
+from cufa.rounding import ceil_div
 from cufa.traced.header import Written
 
 Direction = Literal["forward", "backward"]
@@ -347,6 +348,15 @@ class Problem:
     def mean_keys(self) -> int:
         """The keys of a sequence; if packed, on average."""
         return self.seqlen_k // self.packed_sequences
+
+    @property
+    def visible_keys(self) -> int:
+        """The keys of a sequence that any query sees, by the window; if packed, of equally long ones."""
+        keys, (left, right) = self.mean_keys, self.features.window
+        if left is None:
+            return keys
+        queries = ceil_div(self.seqlen_q, self.packed_sequences)
+        return min(keys, left + queries + (keys if right is None else right))
 
     @cached_property
     def visible_scores(self) -> int:

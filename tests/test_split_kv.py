@@ -85,6 +85,22 @@ def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, querie
 
 
 @pytest.mark.parametrize(
+    ("sizes", "features", "kernel"),
+    [
+        ((8, 256, 8192, 4, 4, 32), {"bias": (1, 1, 256, 8192), "bias_dtype": "bfloat16"}, "fwd_6_wgmma"),
+        ((8, 32, 2048, 64, 8, 256), {"dropout": True}, "fwd_5_mma"),
+        ((8, 256, 2048, 8, 8, 128), {"window": (64, 0)}, "fwd_6_wgmma"),
+        ((64, 2, 65536, 4, 1, 32), {"window": (256, 0)}, KERNEL),
+    ],
+)
+def test_features_decide_which_rung_is_the_cheapest(sizes, features, kernel):
+    """As measured on an H200: a bias costs much here, dropout there, and of a window only a part is read."""
+    batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
+    problem = Problem("forward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
+    assert make_plan(replace(problem, features=Features(**features)), H200).kernel == kernel
+
+
+@pytest.mark.parametrize(
     "other",
     [{"dtype": "float32"}, {"features": Features(dropout=True)}, {"dtype": "float64"}],
     ids=str,

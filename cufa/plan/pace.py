@@ -134,8 +134,9 @@ def _edges(problem: Problem) -> int:
 
 
 def memory_time(problem: Problem, device: Device) -> float:
-    """The least time in nanoseconds to read Q, K and V and to write O."""
+    """The least time in nanoseconds to read Q and what is seen of K and V, and to write O."""
     query_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize  # of Q and O
     of_queries = problem.heads * problem.seqlen_q * query_bytes
-    in_all = of_queries + problem.kv_heads * problem.seqlen_k * problem.key_bytes
+    keys = problem.visible_keys * problem.packed_sequences
+    in_all = of_queries + problem.kv_heads * keys * problem.key_bytes
     return problem.tensor_batch * in_all / (BYTES_PER_NS * device.sm_count)

@@ -71,6 +71,8 @@ MAX_SPLITS = 128
 # these nanoseconds per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
 SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
+# A bias takes an SM these nanoseconds for each score of a tile, with those of rows that do not exist.
+BIAS_TIME = 0.3
 # With half of the SMs, a lone block of twice as many warps on an SM reads this many bytes in a nanosecond.
 # Each tile costs it these nanoseconds besides.
 LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
@@ -234,7 +236,7 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
     tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
     if _uneven(problem) and _may_share(problem, tiles):
-        longest = _visible_keys(problem) * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
+        longest = problem.visible_keys * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
         tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
         if SAVED_OF_LONGEST * longest > SHARE_TIME + TILE_OF_SHARE_TIME * tiles_of_block:
             return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
@@ -262,8 +264,11 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
 
     def time(tiles: Tiles) -> float:
         least, _ = _least_time(problem, tiles, device)
-        rounds = ceil_div(_row_blocks(problem, tiles.block_m), device.sm_count)
-        return START + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
+        row_blocks = _row_blocks(problem, tiles.block_m)
+        rounds = ceil_div(row_blocks, device.sm_count)
+        scores = row_blocks * tiles.block_m * problem.visible_keys if problem.features.bias else 0
+        shaping = scores / device.sm_count * BIAS_TIME
+        return START + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME + shaping
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
     least = min(map(time, tiles))
@@ -276,7 +281,7 @@ def price_on_half(problem: Problem, device: Device) -> float:
     """The same if half of the SMs, with one block each, share out the keys."""
     blocks = _half(device)
     tiles_of_block = _row_blocks(problem, _fastest(problem, device).block_m) / blocks
-    read = _visible_keys(problem) * problem.key_bytes / LONE_BLOCK_BYTES_PER_NS
+    read = problem.visible_keys * problem.key_bytes / LONE_BLOCK_BYTES_PER_NS
     return (SHARE_TIME + tiles_of_block * (LONE_TILE_TIME + read)) / 1000
 
 
@@ -292,16 +297,6 @@ def _rows_of_sequence(problem: Problem) -> int:
 
 def _row_blocks(problem: Problem, block_m: int) -> int:
     return problem.kv_heads * row_tiles(problem, _rows_of_kv_head(problem), block_m)
-
-
-def _visible_keys(problem: Problem) -> int:
-    """Keys that a tile of rows sees; packed sequences count as if all were equally long."""
-    keys = problem.mean_keys
-    queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
-    left, right = problem.features.window
-    if left is None:
-        return keys
-    return min(keys, left + queries + (keys if right is None else right))
 
 
 def _candidates(problem: Problem, device: Device) -> list[Tiles]:
@@ -378,7 +373,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     """The least time, in bytes of an SM's share of the bandwidth, and the number of parts that takes it."""
     row_blocks = _row_blocks(problem, tiles.block_m)
     blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
-    bytes_of_row_block = _visible_keys(problem) * problem.key_bytes
+    bytes_of_row_block = problem.visible_keys * problem.key_bytes
     more_warps = tiles.threads > THREADS * tiles.column_warps
     if not more_warps and _in_several_pages(problem, tiles):
         bytes_of_row_block = round(SEVERAL_PAGES * bytes_of_row_block)
@@ -389,7 +384,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     rows = ROWS_FOR_BANDWIDTH[problem.key_itemsize][tiles.warp_rows]
     products = (problem.head_dim + problem.value_dim) * problem.key_itemsize + SCORE_BYTES
     of_products = products / problem.key_bytes
-    rounds = max(1, ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams))
+    rounds = max(1, ceil_div(problem.visible_keys, tiles.block_n * tiles.teams))
 
     def waves_of(splits: int) -> int:
         return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)

@@ -40,10 +40,15 @@ from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
+# Dropout multiplies the time by this more than those of other rungs, measured on an H200.
+DROPOUT_COST = 1.5
+
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     tiles, least = fastest_tiles(problem, device, frozenset())
+    if problem.features.dropout:
+        least *= DROPOUT_COST
     start = CUT_START if is_cut(problem) else START
     reading = memory_time(problem, device) + merging_time(problem, tiles, device)
     return (start + max(least, reading)) / 1000

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cufa.arrays import records_gradients
 from cufa.messages import counted, shown
 from cufa.problem import (
     BYTE_BITS,
@@ -141,13 +142,17 @@ def check_longest(name: str, longest: object) -> int | None:
     return number
 
 
-def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
+def check_window(window: Any, name: str = "window") -> tuple[int | None, int | None]:
     """Return how many keys before and after the diagonal are seen; None and -1 mean all."""
     if window is None:
         return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    try:  # an array will do, too
+        is_pair = len(window) == 2
+        left, right = window[0], window[1]
+    except (LookupError, TypeError):
+        is_pair = False
+    if not is_pair:
         raise ValueError(_wrong_window(name, window))
-    left, right = window
     try:
         return _side(left), _side(right)
     except TypeError:
@@ -229,7 +234,8 @@ def check_descales(**descales: object) -> None:
 
 
 def _finite(name: str, value: float, or_else: str = "") -> float:
-    if type(value) is not float and getattr(value, "requires_grad", False):  # it would be lost silently
+    wants_gradient = type(value) is not float and getattr(value, "requires_grad", False)
+    if wants_gradient and records_gradients(value):  # it would be lost silently
         raise TypeError(f"{name} requires a gradient, and cufa does not record gradients; give a number")
     try:
         if isinstance(value, (bool, np.bool_)):  # an argument in another's place

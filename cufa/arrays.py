@@ -306,11 +306,13 @@ def _cupy_ndarray() -> type:
 
 def _import(array: Any, name: str, namespace: Any) -> Any:
     """Read an array of another library, `namespace`, as NumPy's or CuPy's, without a copy."""
-    if getattr(array, "requires_grad", False):  # its data would be read and the gradient silently lost
-        raise TypeError(
-            f"{name} is {kind_of(array)} that requires a gradient, and cufa does not record gradients; "
-            f"give {name}.detach()"
-        )
+    if getattr(array, "requires_grad", False):
+        if records_gradients(array):  # its data would be read and the gradient silently lost
+            raise TypeError(
+                f"{name} is {kind_of(array)} that requires a gradient, and cufa does not record gradients; "
+                f"give {name}.detach()"
+            )
+        array = array.detach()  # DLPack refuses it nevertheless
     if getattr(array, "is_neg", bool)():  # likewise, its sign
         raise TypeError(
             f"{name} is {kind_of(array)} with its negative bit set, which DLPack leaves out; "
@@ -402,6 +404,11 @@ def namespace_of(array: Any) -> Any:
         return array.__array_namespace__()
     tops = [sys.modules.get(kind.__module__.partition(".")[0]) for kind in type(array).__mro__]
     return next((top for top in tops if hasattr(top, "from_dlpack")), tops[0])
+
+
+def records_gradients(array: Any) -> bool:
+    """Whether a gradient that an array requires would be recorded; in torch.no_grad() it would not."""
+    return bool(getattr(namespace_of(array), "is_grad_enabled", lambda: True)())
 
 
 def _exporting_namespace(array: Any, name: str) -> Any:

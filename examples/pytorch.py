@@ -26,16 +26,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        # A tensor that wants a gradient does not give its memory away.
-        out, lse = cufa.attention(q.detach(), k.detach(), v.detach(), return_lse=True, **options)
+        # PyTorch records no gradients here. Where it does, cufa refuses tensors that want some.
+        out, lse = cufa.attention(q, k, v, return_lse=True, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse = (tensor.detach() for tensor in ctx.saved_tensors)
-        return *cufa.attention_backward(dout, q, k, v, out, lse, **ctx.options), None
+        return *cufa.attention_backward(dout, *ctx.saved_tensors, **ctx.options), None
 
 
 def attention(q, k, v, **options):

@@ -443,6 +443,12 @@ class Learnable(float):
             "causal is a numpy.ndarray of shape (3,); it may be True or False",
         ),
         ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0); it may be None or a tuple or list (left"),
+        ({"window": np.ones(2)}, TypeError, "window is a numpy.ndarray of shape (2,); it may be None or a"),
+        ({"window": np.ones((2, 1), int)}, TypeError, "window is a numpy.ndarray of shape (2, 1); it may"),
+        ({"window": np.ones(3, int)}, ValueError, "window is a numpy.ndarray of shape (3,); it may be None"),
+        ({"window": np.array(3)}, ValueError, "window is array(3); it may be None or a tuple or list (left"),
+        ({"window": {0, 3}}, ValueError, "window is {0, 3}; it may be None or a tuple or list (left"),
+        ({"window": {"left": 3, "right": 0}}, ValueError, "window is {'left': 3, 'right': 0}; it may be"),
         ({"backend": "gpu"}, ValueError, "backend is 'gpu'; it may be 'numpy', 'cuda' or None"),
         (
             {"backend": np.ones(2)},
@@ -496,7 +502,18 @@ def test_flags_of_the_backward_are_true_or_false(rng: np.random.Generator, flag:
         )
 
 
-@pytest.mark.parametrize("window", [[3, 0], (np.int64(3), np.array(0)), np.array([3, 0]).tolist()], ids=repr)
+@pytest.mark.parametrize(
+    "window",
+    [
+        [3, 0],
+        (np.int64(3), np.array(0)),
+        np.array([3, 0]).tolist(),
+        np.array([3, 0]),
+        np.array([3, 0], np.uint8),
+        range(3, -1, -3),
+    ],
+    ids=repr,
+)
 def test_a_window_is_a_pair_of_anything_that_counts(rng: np.random.Generator, window: Any) -> None:
     problem = draw(rng)
     inputs = problem.q, problem.k, problem.v

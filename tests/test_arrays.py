@@ -194,6 +194,41 @@ def test_an_array_that_requires_a_gradient_is_named() -> None:
         adopt({"q": q}, None)
 
 
+def test_an_array_that_requires_a_gradient_is_read_where_its_library_records_none() -> None:
+    class Recording(StandardArray):
+        requires_grad, records = True, False
+
+        def detach(self) -> StandardArray:
+            return StandardArray(self.values)
+
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("it requires a gradient")
+
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(from_dlpack=StandardArray, is_grad_enabled=lambda: self.records)
+
+    q = Recording(some_array())
+    assert np.shares_memory(adopt({"q": q}, None).arrays["q"], q.values)
+    q.records = True
+    with pytest.raises(TypeError, match=r"^q is a .*Recording that requires a gradient, .*q\.detach\(\)$"):
+        adopt({"q": q}, None)
+
+
+def test_a_number_that_requires_a_gradient_is_read_where_its_library_records_none() -> None:
+    class Recording(float):
+        requires_grad, records = True, False
+
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(is_grad_enabled=lambda: self.records)
+
+    q, scale = some_array()[None], Recording(0.5)
+    expected = cufa.attention(q, q, q, softmax_scale=0.5)
+    np.testing.assert_array_equal(cufa.attention(q, q, q, softmax_scale=scale), expected)
+    scale.records = True
+    with pytest.raises(TypeError, match=r"^softmax_scale requires a gradient, and cufa does not"):
+        cufa.attention(q, q, q, softmax_scale=scale)
+
+
 def test_an_array_whose_sign_dlpack_leaves_out_is_named() -> None:
     q = StandardArray(some_array())
     q.is_neg = lambda: True  # type: ignore[attr-defined]
@@ -695,6 +730,24 @@ def test_torch_tensors_that_cannot_be_read_are_named() -> None:
     for unreadable in (q.clone().requires_grad_(), q.bfloat16().requires_grad_(), q.to("meta"), negative):
         with pytest.raises((TypeError, ValueError), match=r"^q .*torch\.Tensor"):
             cufa.attention(unreadable, unreadable, unreadable)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_torch_tensors_are_read_where_torch_records_no_gradients(mode: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    q, scale, sink = torch.randn(1, 4, 2, 8).to(getattr(torch, dtype)), torch.tensor(0.5), torch.randn(2)
+    expected = cufa.attention(q, q, q, sink=sink, softmax_scale=0.5)
+    q, scale, sink = (torch.nn.Parameter(x) for x in (q, scale, sink))
+    out = torch.nn.Parameter(torch.zeros_like(q))
+    with getattr(torch, mode)():
+        result = cufa.attention(q, q, q, sink=sink, softmax_scale=scale)
+        assert cufa.attention(q, q, q, sink=sink, softmax_scale=scale, out=out) is out
+    assert torch.equal(result, expected)
+    assert not result.requires_grad
+    assert torch.equal(out.detach(), expected)
+    with pytest.raises(TypeError, match=r"^softmax_scale requires a gradient, and cufa does not"):
+        cufa.attention(*[q.detach()] * 3, softmax_scale=scale)
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype")

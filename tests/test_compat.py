@@ -260,18 +260,48 @@ def test_flash_attn_returns_the_lse_and_with_dropout_the_probabilities(rng, drop
         assert probabilities is None
 
 
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3}])
+def test_flash_attn_4_returns_a_pair(rng, dropout):
+    q, k, v = draw(rng, 6, 9)
+    same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True, **dropout)
+    out, lse = compat.flash_attn_func(q, k, v, causal=True, return_lse=True, **dropout)
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(lse, same_lse)
+
+
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_flash_attn_returns_a_pair_or_three(rng, function):
+    q, k, v = draw(rng, 6, 9)
+    arguments = [q, k, v]
+    if function == "flash_attn_varlen_func":
+        ends = [np.array([0, n], np.int32) for n in (6, 9)]
+        arguments = [q[0], k[0], v[0], *ends]
+    call = getattr(compat, function)
+    message = r"^return_lse and return_attn_probs are both True; only one of them may be$"
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, return_lse=True, return_attn_probs=True)
+    with pytest.raises(TypeError, match=r"^return_lse is 'x'; it may be True or False$"):
+        call(*arguments, return_lse="x")
+    for returned, count in (({"return_lse": True}, 2), ({"return_attn_probs": True}, 3)):
+        assert len(call(*arguments, **returned)) == count
+
+
 def test_flash_attns_packed_sequences(rng):
     q, k, v = draw(rng, 6, 9)
     ends = [np.array([0, n, 2 * n], np.int32) for n in (6, 9)]
     packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     out, lse, none = compat.flash_attn_varlen_func(*packed, *ends, 6, 9, causal=True, return_attn_probs=True)
     assert none is None
+    pair = compat.flash_attn_varlen_func(*packed, *ends, 6, 9, causal=True, return_lse=True)
+    for actual, exact in zip(pair, (out, lse), strict=True):
+        np.testing.assert_array_equal(actual, exact)
     same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
     close(out.reshape(same.shape), same)
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
 
 
 HINTS = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+METADATA = {"scheduler_metadata": np.zeros(3, np.int32)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -280,11 +310,31 @@ def test_what_flash_attn_3_and_4_add(rng, dtype):
     sink = np.array([0.5, -1, 2, 0], dtype)
     exact = cufa.attention(q, k, v, sink=sink.astype(np.float32))
     close(compat.flash_attn_func(q, k, v, learnable_sink=sink, **HINTS), exact)
-    close(packed(q, k, v, learnable_sink=sink, **HINTS), exact)
+    close(packed(q, k, v, learnable_sink=sink, **HINTS, **METADATA), exact)
     out = np.empty_like(q)
-    result = compat.flash_attn_with_kvcache(q, k, v, learnable_sink=sink, out=out, **HINTS)
+    result = compat.flash_attn_with_kvcache(q, k, v, learnable_sink=sink, out=out, **HINTS, **METADATA)
     assert result is out
     close(out, exact)
+
+
+def test_flash_attns_window_may_be_an_array(rng):
+    q, k, v = draw(rng, 6, 9)
+    exact = cufa.attention(q, k, v, window=(3, 0))
+    window = np.array([3, 0])
+    close(compat.flash_attn_func(q, k, v, window_size=window), exact)
+    close(packed(q, k, v, window_size=window), exact)
+    close(compat.flash_attn_with_kvcache(q, k, v, window_size=window), exact)
+    wrong = r"^window_size is a numpy\.ndarray of shape \(2,\); it may be None or a tuple or list"
+    for call in (compat.flash_attn_func, packed, compat.flash_attn_with_kvcache):
+        with pytest.raises(TypeError, match=wrong):
+            call(q, k, v, window_size=window + 0.5)
+
+
+def test_flash_attns_window_may_be_a_tensor(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, draw(rng, 6, 9))
+    out = compat.flash_attn_func(q, k, v, window_size=torch.tensor([3, -1]))
+    assert torch.equal(out, compat.flash_attn_func(q, k, v, window_size=(3, -1)))
 
 
 def test_descales_of_flash_attn_3(rng):

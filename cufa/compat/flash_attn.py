@@ -41,10 +41,13 @@ def flash_attn_func(
     v_descale: Any = None,
     seed: int = 0,
     offset: int = 0,
+    return_lse: bool = False,
 ) -> Any:
     """Compute attention with the arguments of flash-attn's function of this name (flash-attn 2.8).
 
-    It also takes, by name, what callers of flash-attn 3 and 4 most often add.
+    It also takes, by name, what callers of flash-attn 3 and 4 most often add. Pass all of their arguments
+    after `v` by name: their order is another, and a fourth without a name would silently be `dropout_p`. Pass
+    `return_lse=True` where they return a pair: flash-attn 3 with `return_attn_probs`, 4 always.
 
     Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
     generator: without a new one in every call, each drops the same elements. `deterministic` only concerns
@@ -76,14 +79,17 @@ def flash_attn_func(
         v_descale: the same for v.
         seed: seed of dropout's random numbers.
         offset: which random sequence of that seed to use.
+        return_lse: also return the LSE, (batch, heads, seqlen_q); not together with return_attn_probs.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, lse, probabilities or None).
+        out (batch, seqlen_q, heads, head_dim); with return_lse (out, lse), with return_attn_probs
+        (out, lse, probabilities or None).
 
     Raises:
-        What `cufa.attention` raises.
+        ValueError: both return_lse and return_attn_probs, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
     """
-    check_flags(return_attn_probs=return_attn_probs)
+    _check_returned(return_attn_probs, return_lse)
     sink = as_sink(learnable_sink)
     has_probabilities = return_attn_probs and check_dropout(dropout_p, seed, offset)[0] > 0
     result = attention_as(
@@ -103,7 +109,7 @@ def flash_attn_func(
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
-        return_lse=return_attn_probs,
+        return_lse=return_attn_probs or return_lse,
         return_attn_probs=has_probabilities,
     )
     return (*result, None) if return_attn_probs and not has_probabilities else result
@@ -177,14 +183,19 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    scheduler_metadata: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
     out: Any = None,
     seed: int = 0,
     offset: int = 0,
+    return_lse: bool = False,
 ) -> Any:
     """Compute attention of packed sequences with flash-attn's arguments (flash-attn 2.8).
+
+    Pass arguments of flash-attn 3 and 4 by name after `v`, as for `flash_attn_func`, and those of vLLM all by
+    name, since its order is another, too.
 
     Differences, besides those of `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are optional; there are
     no probabilities even with dropout, since those of sequences of different lengths do not form an array.
@@ -215,22 +226,24 @@ def flash_attn_varlen_func(
         num_splits: ignored.
         pack_gqa: ignored.
         sm_margin: ignored.
+        scheduler_metadata: ignored.
         q_descale: as in `flash_attn_func`; likewise the next two.
         k_descale: as in `flash_attn_func`.
         v_descale: as in `flash_attn_func`.
         out: where to write the output, as in `cufa.attention`.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
+        return_lse: also return the LSE; not together with return_attn_probs.
 
     Returns:
-        out (tokens, heads, head_dim); with return_attn_probs (out, lse, None).
+        out (tokens, heads, head_dim); with return_lse (out, lse), with return_attn_probs (out, lse, None).
 
     Raises:
-        ValueError: on the CPU, a sequence with more keys than its pages have room for; or what
-            `cufa.attention` raises.
+        ValueError: both return_lse and return_attn_probs; on the CPU, a sequence with more keys than its
+            pages have room for; or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    check_flags(return_attn_probs=return_attn_probs)
+    _check_returned(return_attn_probs, return_lse)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
     sink = as_sink(learnable_sink)
     names = _FLASH_ATTN
@@ -272,7 +285,7 @@ def flash_attn_varlen_func(
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
-        return_lse=return_attn_probs,
+        return_lse=return_attn_probs or return_lse,
         out=out,
     )
     return (*result, None) if return_attn_probs else result
@@ -326,6 +339,13 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
     with _errors_about_packed("kv"):
         k, v = _unpacked("kv", kv, "(tokens, 2, kv_heads, head_dim)")
         return flash_attn_varlen_func(q, k, v, *options, **named_options)
+
+
+def _check_returned(return_attn_probs: bool, return_lse: bool) -> None:
+    """Raise TypeError for what is no flag, ValueError for both, which ask for different results."""
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
+    if return_attn_probs and return_lse:
+        raise ValueError("return_lse and return_attn_probs are both True; only one of them may be")
 
 
 def _check_ends_of_keys_in_pages(cu_seqlens_k: Any, k: Any, block_table: Any) -> None:

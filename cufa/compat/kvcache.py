@@ -67,6 +67,7 @@ def flash_attn_with_kvcache(
     learnable_sink: Any = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    scheduler_metadata: Any = None,
     out: Any = None,
 ) -> Any:
     """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
@@ -77,7 +78,8 @@ def flash_attn_with_kvcache(
     (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
     position cache_seqlens + i, otherwise every query by position cache_seqlens.
 
-    Differences: `num_splits` is ignored, since the plan chooses it. The LSE is cufa's: as `flash_attn_func`
+    Differences: after `v`, pass the arguments of flash-attn 3 by name, since its order is another.
+    `num_splits` is ignored, since the plan chooses it. The LSE is cufa's: as `flash_attn_func`
     says, flash-attn's is another in rows that see no key and with `alibi_slopes`. A window is one however
     long it is; flash-attn takes one of the cache's length or more for none, and then rotates queries by one
     position. Pages may have any size, and padding on their left.
@@ -120,6 +122,7 @@ def flash_attn_with_kvcache(
         learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
         pack_gqa: ignored.
         sm_margin: ignored.
+        scheduler_metadata: ignored.
         out: where to write the output, as in `cufa.attention`.
 
     Returns:

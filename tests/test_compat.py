@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cufa
-from cufa import compat
+from cufa import compat, reference
 
 LENGTHS = [(2, 5), (5, 2), (7, 7), (1, 6), (6, 1)]
 
@@ -194,7 +194,7 @@ def test_jaxs_lengths_bias_and_mask(rng):
     exact = expected(*turned(q, k, v), visible, bias)
     exact[1, :, 3:] = 0
     close(*turned(out), exact)
-    assert lse.shape == (2, 4, 6)
+    assert lse.shape == (2, 6, 4)
 
 
 def test_jaxs_rows_beyond_a_length_see_no_key(rng):
@@ -205,6 +205,7 @@ def test_jaxs_rows_beyond_a_length_see_no_key(rng):
     exact, exact_lse = cufa.attention(q, k, v, return_lse=True)
     exact[1, 3:], exact_lse[1, :, 3:] = 0, -np.inf
     np.testing.assert_array_equal(out, exact)
+    lse = lse.swapaxes(1, 2)
     np.testing.assert_array_equal(lse, exact_lse)
 
     dout, dlse = np.ones_like(out), np.ones_like(lse)
@@ -219,9 +220,49 @@ def test_jaxs_rows_beyond_a_length_see_no_key(rng):
         close(gradient[1:], exact_gradient)
 
     halves = [compat.dot_product_attention(q, k[:, half], v[:, half], **options) for half in np.s_[:4, 4:]]
-    merged, merged_lse = cufa.merge(*halves[0], *halves[1])
+    merged, merged_lse = cufa.merge(*(x for out, lse in halves for x in (out, lse.swapaxes(1, 2))))
     close(merged, out)
     close(merged_lse, lse)
+
+
+def test_jaxs_residual_has_the_axes_of_the_output(rng):
+    q, k, v = draw(rng, 6, 9)
+    options = {"is_causal": True, "return_residual": True}
+    out, residual = compat.dot_product_attention(q, k, v, **options)
+    _, exact = cufa.attention(q, k[:, :6], v[:, :6], causal=True, return_lse=True)
+    np.testing.assert_array_equal(residual, exact.transpose(0, 2, 1))
+    assert (out.shape, residual.dtype) == ((*residual.shape, 8), np.float32)
+    _, of_one = compat.dot_product_attention(q[0], k[0], v[0], **options)
+    np.testing.assert_array_equal(of_one, residual[0])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "dot_product_attention"])
+def test_gradients_of_calls_that_are_causal_from_the_top_left(rng, function, lengths):
+    """As the docstrings and the README say, beside the reference with a mask from the top left."""
+    layout = {"scaled_dot_product_attention": "bhsd", "dot_product_attention": "bshd"}[function]
+    q, k, v = draw(rng, *lengths, layout)
+    dout = rng.standard_normal(q.shape).astype(np.float32)
+    rows, keys = lengths
+    if layout == "bhsd":
+        out, lse = compat.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, return_lse=True
+        )
+        seen = np.s_[:, :, :rows]
+    else:
+        out, lse = compat.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+        seen, lse = np.s_[:, :rows], lse.swapaxes(1, 2)
+    rule = {"causal": True} if rows <= keys else {"window": (None, rows - keys)}
+    dq, dk, dv = cufa.attention_backward(dout, q, k[seen], v[seen], out, lse, layout=layout, **rule)
+
+    arrays = (dout, q, k, v)
+    if layout == "bhsd":
+        arrays, (dq, dk, dv) = turned(*arrays), turned(dq, dk, dv)
+    exact = reference.attention_backward(*arrays, mask=np.tri(*lengths, dtype=bool))
+    close(dq, exact[0])
+    for gradient, whole in zip((dk, dv), exact[1:3], strict=True):
+        close(gradient, whole[:, :rows])
+        np.testing.assert_array_equal(whole[:, rows:], 0)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
@@ -1203,7 +1244,11 @@ class StandardTensor(Tensor):
             return lambda *given, **options: StandardTensor(function(*given, **options))
 
         return SimpleNamespace(
-            __name__="standard", from_dlpack=of(np.from_dlpack), full=of(np.full), int32=np.int32
+            __name__="standard",
+            from_dlpack=of(np.from_dlpack),
+            asarray=of(np.asarray),
+            full=of(np.full),
+            int32=np.int32,
         )
 
     def __getitem__(self, place):
@@ -1225,6 +1270,47 @@ def test_arrays_need_only_what_the_array_api_standard_has(rng, function):
     call = getattr(compat, function)
     out = call(*map(StandardTensor, (q, k, v)), is_causal=True)
     np.testing.assert_array_equal(out.values, call(q, k, v, is_causal=True))
+
+
+def test_numpys_arrays_beside_those_of_another_library(rng):
+    """As JAX takes them; but not as query, key or value."""
+    q, k, v = draw(rng, 6, 9)
+    side = {"bias": rng.standard_normal((4, 6, 9)).astype(np.float32), "mask": rng.random((6, 9)) < 0.7}
+    out = compat.dot_product_attention(*map(StandardTensor, (q, k, v)), **side)
+    np.testing.assert_array_equal(out.values, compat.dot_product_attention(q, k, v, **side))
+    with pytest.raises(
+        TypeError, match=r"^key is a numpy\.ndarray and query a test_compat\.StandardTensor; all"
+    ):
+        compat.dot_product_attention(StandardTensor(q), k, StandardTensor(v))
+    with pytest.raises(TypeError, match=r"^bias is a numpy\.ma\S*, and cufa does not support masked"):
+        compat.dot_product_attention(*map(StandardTensor, (q, k, v)), bias=np.ma.array(side["bias"]))
+
+
+@pytest.mark.parametrize("library", ["jax.numpy", "torch"])
+def test_numpys_lengths_bias_and_mask_beside_tensors(rng, library):
+    xp = pytest.importorskip(library)
+    q, k, v = draw(rng, 6, 9)
+    side = {"bias": rng.standard_normal((4, 6, 9)).astype(np.float32), "mask": rng.random((6, 9)) < 0.7}
+    side |= {"query_seq_lengths": np.array([6, 3]), "key_value_seq_lengths": np.array([4, 9], np.int32)}
+    options = {"is_causal": True, "return_residual": True}
+    exact = compat.dot_product_attention(q, k, v, **side, **options)
+    results = compat.dot_product_attention(*map(xp.asarray, (q, k, v)), **side, **options)
+    for actual, expected in zip(results, exact, strict=True):
+        close(np.asarray(actual), expected)
+
+
+def test_jaxs_function_beside_jax(rng):
+    jax = pytest.importorskip("jax")
+    q, k, v = map(jax.numpy.asarray, draw(rng, 6, 9))
+    options = {
+        "is_causal": True,
+        "key_value_seq_lengths": np.array([4, 9], np.int32),
+        "return_residual": True,
+    }
+    theirs = jax.nn.dot_product_attention(q, k, v, **options)
+    for actual, expected in zip(compat.dot_product_attention(q, k, v, **options), theirs, strict=True):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        close(actual, expected)
 
 
 def test_a_cache_is_written_as_the_array_api_standard_has_it(rng):

@@ -2,7 +2,8 @@
 
 Each function takes the arguments of that library, in the same order and with the same meaning, and calls
 `cufa.attention`. Its docstring lists the differences. None of them differentiates: for gradients, ask for the
-LSE and pass it to `cufa.attention_backward`.
+LSE and pass it to `cufa.attention_backward`. For functions that are causal from the top left, their
+docstrings say with which keys.
 
     from cufa.compat import flash_attn_func
 """

@@ -145,6 +145,13 @@ def full(shape: tuple[int, ...], value: int, dtype: str, beside: Any) -> Any:
     return xp.full(shape, value, dtype=getattr(xp, dtype), **device_of(beside))
 
 
+def placed(array: Any, beside: Any) -> Any:
+    """An array of NumPy as one from the library and on the device of `beside`; anything else as it is."""
+    if isinstance(beside, np.ndarray) or not isinstance(array, np.ndarray):
+        return array
+    return namespace_of(beside).asarray(array, **device_of(beside))
+
+
 def device_of(array: Any) -> dict[str, Any]:
     """The keyword that libraries other than NumPy and CuPy need to create an array on the same device."""
     return {} if namespace_of(array).__name__ in ("numpy", "cupy") else {"device": array.device}

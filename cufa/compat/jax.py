@@ -20,6 +20,7 @@ from cufa.compat.arguments import (
     check_values,
     for_each_key,
     given,
+    placed,
     shape_of,
     top_left,
 )
@@ -48,15 +49,20 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Compute attention with the arguments of jax.nn.dot_product_attention (jax 0.8).
+    """Compute attention with the arguments of jax.nn.dot_product_attention (jax 0.8 to 0.10).
 
     The layout is (batch, seqlen, heads, head_dim), or the same without the batch. As in JAX, the causal mask
     and the window are aligned to the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: a row that sees no key has output 0, while JAX without cuDNN returns the mean of the values;
-    the residual, the LSE, has cufa's shape, (batch, heads, seqlen_q), and dtype; limits of a window must not
-    be negative; all arrays must be of one library, not lists; `implementation` has no effect. It cannot be
+    limits of a window must not be negative; all arrays must be of one library, not lists, but those beside
+    query, key and value may be NumPy's, which are then copied; `implementation` has no effect. It cannot be
     called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
+
+    For gradients, pass the residual to `cufa.attention_backward` with its last axes swapped, as (batch,
+    heads, seqlen_q). There, causal masks and windows are aligned to the bottom right. After a causal call
+    with at most as many queries as keys, pass key[:, :seqlen_q] and value[:, :seqlen_q] with causal=True;
+    gradients of the other keys are 0. After one with more queries, pass window=(None, seqlen_q - seqlen_k).
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).
@@ -71,7 +77,7 @@ def dot_product_attention(
         key_value_seq_lengths: (batch,) integers; later keys are not seen.
         local_window_size: (left, right), or one number for both: how far from key i query i sees.
         implementation: None, "xla" or "cudnn", which all do the same here.
-        return_residual: also return the LSE, (batch, heads, seqlen_q).
+        return_residual: also return the LSE, (batch, seqlen_q, heads), with cufa's dtype.
 
     Returns:
         (batch, seqlen_q, heads, head_dim), with the dtype and library of query. With return_residual, a pair
@@ -84,11 +90,16 @@ def dot_product_attention(
     check_flags(is_causal=is_causal)
     if implementation is not None and not (isinstance(implementation, str) and implementation in _KNOWN):
         raise ValueError(f"implementation is {shown(implementation)}; it may be 'xla', 'cudnn' or None")
+    tensors = {"query": query, "key": key, "value": value}
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    check_arrays(**tensors, **given(bias=bias, mask=mask, **lengths))
+    check_same_kind(tensors)
+    bias, mask, query_seq_lengths, key_value_seq_lengths = (
+        placed(array, query) for array in (bias, mask, *lengths.values())
+    )
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     of_scores, lengths = given(bias=bias, mask=mask), given(**lengths)
-    arrays = {"query": query, "key": key, "value": value, **of_scores}
-    check_arrays(**arrays, **lengths)
-    check_same_kind(arrays | lengths)
+    check_same_kind({"query": query, **of_scores, **lengths})
     if mask is not None and dtype_of(mask) != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
     if len(query.shape) == len(key.shape) == len(value.shape) == 3:
@@ -134,17 +145,16 @@ def dot_product_attention(
         return_lse=return_residual,
         **options,
     )
-    if query_seq_lengths is None:
-        return result
     out, lse = result if return_residual else (result, None)
-    inside = arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
-    bits = as_integers(out)  # CuPy would make bfloat16 float32
-    kept = xp.where(inside, bits, xp.zeros_like(bits))
-    out = kept if bits is out else kept.view(out.dtype)
-    if lse is None:
-        return out
-    # Rows that have output 0 see no key: otherwise their weight in `cufa.merge` would be wrong.
-    return out, xp.where(inside[:, None, :, 0, 0], lse, xp.full_like(lse, -np.inf))
+    if query_seq_lengths is not None:
+        inside = arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
+        bits = as_integers(out)  # CuPy would make bfloat16 float32
+        kept = xp.where(inside, bits, xp.zeros_like(bits))
+        out = kept if bits is out else kept.view(out.dtype)
+        if lse is not None:
+            # Rows that have output 0 see no key: otherwise their weight in `cufa.merge` would be wrong.
+            lse = xp.where(inside[:, None, :, 0, 0], lse, xp.full_like(lse, -np.inf))
+    return out if lse is None else (out, lse.mT)
 
 
 def _window_of(

@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     offset: int = 0,
     return_lse: bool = False,
 ) -> Any:
-    """Compute attention with the arguments of torch.nn.functional.scaled_dot_product_attention (torch 2.11).
+    """Compute attention with the arguments of PyTorch's function of this name (torch 2.11 to 2.13).
 
     The layout is (batch, heads, seqlen, head_dim), or the same without the batch. As in PyTorch, but nowhere
     else in cufa except `dot_product_attention`, the causal mask is aligned to the top-left corner: query i
@@ -54,7 +54,13 @@ def scaled_dot_product_attention(
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
     axes or these 3; of query, key and value, only heads are broadcast, and these by `enable_gqa` alone, as
     many for values as for keys; `dropout_p` must be below 1; `seed`, `offset` and `return_lse` are cufa's.
-    Without a new seed or offset in every call, each drops the same elements.
+    Without a new seed or offset in every call, each drops the same elements. torch.autocast has no effect: a
+    call computes in the dtype of its arrays, and converts none to that of another.
+
+    For gradients, pass the LSE to `cufa.attention_backward` with layout="bhsd". After a call that is causal
+    from the top left, with at most as many queries as keys, pass key[:, :, :seqlen_q] and
+    value[:, :, :seqlen_q] with causal=True; gradients of the other keys are 0. After one with more queries,
+    pass window=(None, seqlen_q - seqlen_k).
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).

@@ -5,9 +5,11 @@ Importing cuda.bindings takes 12 to 18 ms, so the first call that needs it does 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 
 TensorMapType = Literal["UINT8", "FLOAT16", "BFLOAT16"]
+
+_loading = threading.Lock()
 
 
 class DriverError(RuntimeError):
@@ -40,6 +44,9 @@ def cuda_version() -> tuple[int, int]:
 def _bindings() -> Any:
     from cuda.bindings import driver
 
+    # In some versions, a call fails while another thread's first one loads the driver; without one, all do.
+    with _loading, contextlib.suppress(RuntimeError):
+        driver.cuDriverGetVersion()
     return driver
 
 

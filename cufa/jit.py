@@ -12,6 +12,9 @@ without an include path.
 Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128"), but neither the
 arch nor files to include. CUFA_DEBUG=1 compiles slower debug builds, with line numbers and a watchdog that
 stops a kernel whose threads wait for each other forever.
+
+Do not fork a process while another of its threads compiles: NVRTC's locks would stay locked in the child,
+which would wait forever. Spawn it.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ _NVRTC_WITH_CACHE = (12, 9)
 
 _builds: dict[str, Build] = {}
 _modules: dict[tuple[str, int], cupy.RawModule] = {}
-# One for each key of these.
+# One for each key of these, and one for NVRTC.
 _locks: dict[str | tuple[str, int], threading.Lock] = {}
 in_forked_children(_locks.clear)
 
@@ -292,10 +295,10 @@ def _compiler() -> str:
 
 
 def _compiler_at_work() -> str:
-    """An identifier of the NVRTC in use; it may not be the wheels', if another was loaded before."""
+    """An identifier of the NVRTC in use: of one of the wheels, or of another that was loaded before."""
     version = "{}.{}".format(*nvrtc_version())
-    installed = _compiler()
-    return installed if f" {version}." in installed else f"NVRTC {version}"
+    installed = _compiler().split(", ")
+    return next((wheel for wheel in installed if f" {version}." in wheel), f"NVRTC {version}")
 
 
 def _recall(key: str) -> Build | None:
@@ -380,7 +383,13 @@ def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, .
         log = _output(program, "ProgramLog").decode(errors="replace").strip()
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"NVRTC could not compile {variant} ({status.name}):\n{log}")
-        return _output(program, "PTX" if variant.arch.virtual else "CUBIN"), log
+        binary = _output(program, "PTX" if variant.arch.virtual else "CUBIN")
+        if not binary:
+            raise CompileError(
+                f"NVRTC made neither machine code nor PTX of {variant}: CUFA_NVRTC_OPTIONS is "
+                f"{os.environ.get('CUFA_NVRTC_OPTIONS', '')!r}; it may ask for no other form, as -dlto does"
+            )
+        return binary, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -420,7 +429,9 @@ def _nvrtc() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()
+        # In some versions of the binding, a call fails while another thread's first one loads the library.
+        with _locks.setdefault("nvrtc", threading.Lock()):
+            nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the binding, or the library that it loads
         reason = str(error).partition("\n")[0]  # what follows lists where it was looked for
         raise NVRTCMissingError(

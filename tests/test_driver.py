@@ -1,6 +1,9 @@
 """What cufa asks of CUDA's driver through cuda.bindings."""
 
 import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,6 +63,28 @@ def test_a_refusal_has_the_driver_s_name(monkeypatch):
         driver.encode_tensor_map("FLOAT16", 0, EXTENTS, STRIDES, BOX)
     with pytest.raises(driver.DriverError, match=r"^CUDA_ERROR_INVALID_VALUE$"):
         driver.launch(driver.launch_config(1, 32, 0, 1, overlaps=False, stream=0), 1, ctypes.c_char_p(b""))
+
+
+def test_threads_wait_while_one_loads_the_driver(monkeypatch):
+    """In some versions of the bindings, other calls fail during the first one."""
+    first, loaded, start = threading.Lock(), threading.Event(), threading.Barrier(4)
+
+    def version():
+        if first.acquire(blocking=False):
+            time.sleep(0.1)
+            loaded.set()
+        if not loaded.is_set():
+            raise RuntimeError('Function "cuDriverGetVersion" not found')
+        return bindings.CUresult.CUDA_SUCCESS, 13000
+
+    def load_at_once(_):
+        start.wait(timeout=10)
+        return driver._bindings() is bindings and loaded.is_set()
+
+    monkeypatch.setattr(bindings, "cuDriverGetVersion", version)
+    driver._bindings.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(load_at_once, range(4))) == [True] * 4
 
 
 @pytest.mark.gpu

@@ -236,6 +236,15 @@ def test_a_failed_static_assertion_is_in_the_message(kernels):
         jit.build(Variant("assert.cu", (("SMEM_BYTES", 32),), Arch.parse("sm_80"), kernels))
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "compute_80"])
+@pytest.mark.parametrize("option", ["-dlto", "-optix-ir"])
+def test_code_in_a_form_that_no_gpu_loads_is_refused(variant, monkeypatch, arch, option):
+    monkeypatch.setenv("CUFA_NVRTC_OPTIONS", f"-lineinfo {option}")
+    with pytest.raises(jit.CompileError, match=rf"scale\.cu for {arch} .*OPTIONS is '-lineinfo {option}'"):
+        jit.build(replace(variant, arch=Arch.parse(arch)))
+    assert not list(cache.directory().glob("*"))
+
+
 @pytest.mark.parametrize("missing", ["scale.cu", "factor.cuh"])
 def test_a_missing_source_or_header_is_named(variant, missing):
     (variant.root / missing).unlink()
@@ -438,6 +447,21 @@ def test_what_another_nvrtc_than_the_wheels_compiles_has_its_own_key(variant, co
     assert len(compiles) == 2
 
 
+def test_each_of_two_wheels_has_its_own_key(variant, compiles, monkeypatch):
+    wheels = "nvidia-cuda-nvrtc 99.0.1, nvidia-cuda-nvrtc-cu12 98.0.2"
+    monkeypatch.setattr(jit, "_compiler", lambda: wheels)
+    keys = []
+    for version in ((99, 0), (98, 0), (99, 0)):
+        monkeypatch.setattr(jit, "nvrtc_version", lambda version=version: version)
+        keys.append(jit.build(variant).key)
+        forget()
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]
+    assert len(compiles) == 2
+    monkeypatch.setattr(jit, "_compiler", lambda: wheels.partition(", ")[0])
+    assert jit.build(variant).key == keys[0]  # with its wheel alone
+
+
 # --- cached ---------------------------------------------------------------------------------------
 
 
@@ -536,6 +560,30 @@ def test_eight_threads_compile_one_variant_once(variant, monkeypatch):
     assert len(compiles) == 1
     assert len({built.path for built in builds}) == 1
     assert sorted(built.cached for built in builds) == [False] + [True] * 7
+
+
+@pytest.mark.usefixtures("_reload_nvrtc")
+def test_threads_wait_while_one_loads_nvrtc(monkeypatch):
+    """In some versions of the binding, other calls fail during the first one."""
+    from cuda.bindings import nvrtc
+
+    genuine, first, loaded = nvrtc.nvrtcVersion, threading.Lock(), threading.Event()
+    start = threading.Barrier(4)
+
+    def version():
+        if first.acquire(blocking=False):
+            time.sleep(0.1)
+            loaded.set()
+        if not loaded.is_set():
+            raise RuntimeError('Function "nvrtcVersion" not found')
+        return genuine()
+
+    def load_at_once():
+        start.wait(timeout=10)
+        return jit.nvrtc_version()
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", version)
+    assert len(set(_in_threads([load_at_once] * 4))) == 1
 
 
 def test_different_variants_compile_at_the_same_time(variant, monkeypatch):

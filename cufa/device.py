@@ -268,7 +268,7 @@ def current() -> Device:
         )
     try:
         import cupy
-    except ImportError as error:
+    except Exception as error:  # not only ImportError: one built for another NumPy raises ValueError
         raise GPUUnavailableError(
             "there is a GPU, but no CuPy to use it with: pip install 'cufa[cuda13]', or "
             f"'cufa[cuda12]' for an NVIDIA driver older than 580 ({error})"
@@ -309,11 +309,11 @@ def target(
     """The device to plan and compile for: `arch`, else the variable CUFA_ARCH, else the GPU's own.
 
     With a GPU, another arch keeps this GPU's limits and must run on it, so that compiled code can be
-    launched. `for_plan_only` also accepts any other known arch, with the limits from the table;
-    `for_compile_only` uses the table's limits for every arch.
+    launched. `for_plan_only` also accepts any other known arch, with the limits from the table, and a GPU
+    that CuPy cannot use, as if there were none; `for_compile_only` uses the table's limits for every arch.
 
     Raises ValueError for an invalid arch, one that this GPU cannot run or one with unknown limits, and
-    GPUUnavailableError if there is neither an arch nor a GPU.
+    GPUUnavailableError if there is neither an arch nor a GPU, or one that CuPy cannot use.
     """
     name = "arch"
     if arch is None:
@@ -324,7 +324,12 @@ def target(
     wanted = Arch.parse(arch, name=name)
     if for_compile_only or not gpu_present():
         return Device.of(wanted, name=name)
-    gpu = current()
+    try:
+        gpu = current()
+    except GPUUnavailableError:
+        if for_plan_only:
+            return Device.of(wanted, name=name)
+        raise
     reason = wanted.runs_on(gpu.arch.capability)
     if reason is None:
         return replace(gpu, arch=wanted)

@@ -273,6 +273,15 @@ def test_gpu_without_cupy_says_what_to_install(monkeypatch):
         device.current()
 
 
+def test_cupy_that_cannot_be_imported_says_so(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ValueError('numpy.dtype size changed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    with pytest.raises(GPUUnavailableError, match=r"no CuPy to use it with: .*\(numpy\.dtype size changed\)"):
+        device.current()
+
+
 def test_cupy_that_cannot_use_the_driver_says_so(fake_gpus):
     def fail():
         raise CUDARuntimeError("cudaErrorInsufficientDriver")
@@ -345,6 +354,18 @@ def test_target_for_planning_takes_what_the_gpu_cannot_run_from_the_table(fake_g
     assert device.target("sm_86", for_plan_only=True) == KNOWN[8, 6]
     assert device.target("compute_80", for_plan_only=True) == replace(gpu, arch=Arch.parse("compute_80"))
     assert device.target(for_plan_only=True) is gpu
+    with pytest.raises(ValueError, match="whose limits are not known"):
+        device.target("sm_42", for_plan_only=True)
+
+
+def test_target_for_planning_takes_an_arch_where_cupy_cannot_use_the_gpu(monkeypatch):
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert device.target("sm_86", for_plan_only=True) == KNOWN[8, 6]
+    with pytest.raises(GPUUnavailableError, match="no CuPy"):
+        device.target(for_plan_only=True)
+    with pytest.raises(GPUUnavailableError, match="no CuPy"):
+        device.target("sm_86")
     with pytest.raises(ValueError, match="whose limits are not known"):
         device.target("sm_42", for_plan_only=True)
 

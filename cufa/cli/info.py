@@ -62,7 +62,8 @@ def _facts() -> dict[str, Any]:
         facts["nvrtc"] = "{}.{}".format(*jit.nvrtc_version())
         facts["nvrtc_archs"] = [f"sm_{number}" for number in jit.supported_archs()]
     except cufa.NVRTCMissingError:
-        missing["nvrtc"] = _INSTALL if device.gpu_present() else _INSTALL_COMPILER
+        install = _INSTALL if device.gpu_present() else _INSTALL_COMPILER
+        missing["nvrtc"] = f"not installed: {install}"
     return facts
 
 
@@ -96,8 +97,11 @@ def _gpu(missing: dict[str, str]) -> dict[str, Any] | None:
 def _cupy(missing: dict[str, str]) -> str | None:
     try:
         import cupy
-    except ImportError:
-        missing["cupy"] = _INSTALL
+    except ModuleNotFoundError:
+        missing["cupy"] = f"not installed: {_INSTALL}"
+        return None
+    except Exception as error:  # whatever an installation raises that does not fit NumPy's, or is incomplete
+        missing["cupy"] = f"cannot be imported ({error}): {_INSTALL}"
         return None
     version: str = cupy.__version__
     return version
@@ -133,8 +137,8 @@ def _print(facts: dict[str, Any]) -> None:
             table.add_row(f"  {name}", value)
     if facts["driver_cuda"]:
         table.add_row("driver", f"{facts['driver'] or 'NVIDIA'}, for CUDA {facts['driver_cuda']}")
-    table.add_row("CuPy", facts["cupy"] or f"not installed: {missing['cupy']}")
-    table.add_row("NVRTC", facts["nvrtc"] or f"not installed: {missing['nvrtc']}")
+    table.add_row("CuPy", facts["cupy"] or missing["cupy"])
+    table.add_row("NVRTC", facts["nvrtc"] or missing["nvrtc"])
     if facts["nvrtc"]:
         table.add_row("  compiles for", ", ".join(facts["nvrtc_archs"]))
     table.add_row("plans for", ", ".join(facts["known_archs"]))

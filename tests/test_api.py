@@ -1048,12 +1048,18 @@ print(sorted({name.partition('.')[0] for name in sys.modules} & {'cupy', 'cuda',
     )
 
 
-def test_every_package_is_installed() -> None:
+def test_every_file_is_installed() -> None:
     root = Path(cufa.__file__).parents[1]
-    listed = re.search(r"^packages = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
-    packages = [path.parent.relative_to(root).parts for path in (root / "cufa").rglob("__init__.py")]
-    assert listed is not None
-    assert re.findall(r'"([\w.]+)"', listed[1]) == sorted(map(".".join, packages))
+    setup = (root / "pyproject.toml").read_text()
+    # Every folder is a package.
+    assert '\ninclude = ["cufa", "cufa.*"]\nexclude = ["*.__pycache__"]\n' in setup
+    data = re.search(r'^"\*" = \[(.*)\]$', setup, re.MULTILINE)
+    assert data is not None
+    patterns = ["*.py", *re.findall(r'"([^"]+)"', data[1])]
+    files = [path for path in (root / "cufa").rglob("*") if path.is_file()]
+    own = [path for path in files if "__pycache__" not in path.parts]
+    assert len(own) > 200
+    assert [path for path in own if not any(map(path.match, patterns))] == []
 
 
 def test_the_cpu_path_does_not_import_cupy() -> None:

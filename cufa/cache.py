@@ -6,12 +6,11 @@ an old entry, a new one or none. The binary's name contains its digest: if two p
 at once to different bytes, each .json still names the right bytes.
 
 The folder is CUFA_CACHE_DIR, by default in the user's cache folder. Its code runs on the GPU, so a folder
-that someone else owns or that everyone may write to is not used.
+that another user than root owns or that everyone may write to is not used.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -22,6 +21,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,14 @@ def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
     folder = directory()
     try:
         _make(folder)
+        _remove_leftovers(folder)
         return _write(folder, key, binary, kind, meta)
     except OSError as error:
         if folder not in _warned:
             _warned.add(folder)
             _log.warning(
-                "the cache folder %s cannot be used (%s): kernels will be compiled again in every "
-                "process; set CUFA_CACHE_DIR to a folder of your own",
+                "the cache folder %s cannot be used (%s): kernels that cannot be read from it will be "
+                "compiled again in every process; set CUFA_CACHE_DIR to a folder of your own",
                 folder,
                 error,
             )
@@ -191,7 +192,7 @@ def _require_private(folder: Path) -> None:
     if os.name != "posix":
         return
     status = folder.stat()
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (os.geteuid(), 0):  # root could change any folder
         raise PermissionError("another user owns it")
     if status.st_mode & stat.S_IWOTH:
         raise PermissionError("every user may write to it")
@@ -218,13 +219,21 @@ def _own_files(folder: Path) -> list[Path]:
         return []
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of processes that were killed amid a write, a day or more ago."""
+    yesterday = time.time() - 24 * 60 * 60
+    for path in _own_files(folder):
+        with contextlib.suppress(OSError):  # another process has renamed or removed it
+            if path.suffix == ".tmp" and path.stat().st_mtime < yesterday:
+                path.unlink()
+
+
 @functools.cache
 def _process_folder() -> Path:
+    from multiprocessing.util import Finalize  # takes 10 ms
+
     folder = Path(tempfile.mkdtemp(prefix="cufa-"))
-    atexit.register(_remove_process_folder, folder, os.getpid())
+    # Not atexit, which forked workers of multiprocessing skip before Python 3.13. A forked child leaves its
+    # parent's folder alone.
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-1)
     return folder
-
-
-def _remove_process_folder(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must not remove its parent's folder
-        shutil.rmtree(folder, ignore_errors=True)

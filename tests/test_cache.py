@@ -6,7 +6,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import platformdirs
 import pytest
@@ -234,19 +236,54 @@ def test_a_folder_that_everyone_may_write_to_is_neither_read_nor_written(folder,
     assert sorted(folder.iterdir()) == before
 
 
+def _let_it_be_another_users(monkeypatch, folder, owner, user):
+    """Let `owner` seem to own the folder, and `user` seem to run this process."""
+    real = Path.stat
+
+    def of_owner(path, **options):
+        status = real(path, **options)
+        return SimpleNamespace(st_uid=owner, st_mode=status.st_mode) if path == folder else status
+
+    monkeypatch.setattr(Path, "stat", of_owner)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+
+
 @posix_only
 def test_a_folder_of_another_user_is_neither_read_nor_written(folder, binary, caplog, monkeypatch):
     cache.store(KEY, binary, "cubin", META)
     before = sorted(folder.iterdir())
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    _let_it_be_another_users(monkeypatch, folder, owner=1000, user=1001)
     assert cache.lookup(KEY) is None
     _assert_falls_back(folder, binary, caplog, "another user owns it")
     assert sorted(folder.iterdir()) == before
 
 
-def test_the_fallback_folder_goes_with_the_process(tmp_path):
+@posix_only
+def test_a_folder_of_root_is_read(folder, binary, monkeypatch):
+    kept = cache.store(KEY, binary, "cubin", META)
+    _let_it_be_another_users(monkeypatch, folder, owner=0, user=1001)
+    assert cache.lookup(KEY) == kept
+    folder.chmod(0o777)
+    assert cache.lookup(KEY) is None
+
+
+FORKED = """
+from multiprocessing import get_context
+worker = get_context("fork").Process(target=store)
+worker.start()
+worker.join()
+"""
+
+
+@pytest.mark.parametrize("run", ["store()", pytest.param(FORKED, marks=posix_only)], ids=["itself", "forked"])
+def test_the_fallback_folder_goes_with_the_process(tmp_path, run):
     (tmp_path / "file").write_text("not a folder")
-    code = f"from cufa import cache; print(cache.store({KEY!r}, b'code', 'cubin', {{}}).path)"
+    code = f"""
+from cufa import cache
+def store():
+    print(cache.store({KEY!r}, b'code', 'cubin', {{}}).path, flush=True)
+{run}
+"""
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"CUFA_CACHE_DIR": str(tmp_path / "file" / "cache")},
@@ -280,6 +317,17 @@ def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, capl
     monkeypatch.setattr(Path, "replace", cleared)
     assert cache.store(KEY, binary, "cubin", META).path.parent == folder
     assert not caplog.records
+
+
+def test_what_killed_processes_left_goes_after_a_day(folder, binary):
+    cache.store(KEY, binary, "cubin", META)
+    ages = {".cufa-old_1.tmp": 25, ".cufa-new_1.tmp": 23, "mine.tmp": 25}
+    for name, hours in ages.items():
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - 3600 * hours,) * 2)
+    cache.store(OTHER, binary, "ptx", META)
+    assert {path.name for path in folder.glob("*.tmp")} == {".cufa-new_1.tmp", "mine.tmp"}
+    assert cache.info().entries == 2
 
 
 # --- info and clear -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cufa.cli.options import json_option
 from cufa.messages import counted
 
 # What it means that the folder cannot be written to.
-COMPILED_AGAIN = "kernels are compiled in every process"
+COMPILED_AGAIN = "kernels that cannot be read from it are compiled in every process"
 
 
 @click.group("cache")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command_line import SMALL, WIDTH, refused, run, run_json
 
 import cufa
-from cufa import device, jit
+from cufa import device, driver, jit
 from cufa.cli import COMMANDS, main, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
@@ -96,6 +96,19 @@ def test_info_without_gpu_cupy_and_nvrtc_says_what_to_install(monkeypatch):
     shown = run("info").stdout
     assert re.search(r"CuPy +not installed: pip install 'cufa\[cuda13\]'", shown)
     assert re.search(r"NVRTC +not installed: pip install 'cufa\[compile\]'", shown)
+
+
+def test_info_says_why_cupy_cannot_be_imported(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ValueError('numpy.dtype size changed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
+    facts = run_json("info")
+    assert (facts["gpu"], facts["cupy"]) == (None, None)
+    assert "(numpy.dtype size changed)" in facts["missing"]["gpu"]
+    shown = " ".join(run("info").stdout.split())
+    assert "CuPy cannot be imported (numpy.dtype size changed): pip install 'cufa[cuda13]'" in shown
 
 
 def test_info_shows_a_gpu_and_its_limits(monkeypatch):
@@ -224,7 +237,7 @@ def test_a_cache_that_cannot_be_used_is_told_with_the_reason(monkeypatch, tmp_pa
     monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
     for command in (("cache", "info"), ("info",)):
         shown = " ".join(run(*command).stdout.split())
-        assert "(Not a directory): kernels are compiled in every process" in shown
+        assert "(Not a directory): kernels that cannot be read from it are compiled in every process" in shown
     assert run_json("cache", "info")["unwritable"] == "Not a directory"
     assert "could not be cleared: [Errno 20] Not a directory" in refused("cache", "clear")
 

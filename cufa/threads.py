@@ -7,8 +7,8 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TypeVar
 
 import threadpoolctl
@@ -71,8 +71,25 @@ _one_blas_thread = _OneBlasThread()
 in_forked_children(_one_blas_thread.renew)
 
 
-def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Iterator[T]:
+# Set when the call that a thread works for is to end early; never, where a call has no threads.
+_NEVER = threading.Event()
+_stopping = contextvars.ContextVar("stopping", default=_NEVER)
+
+
+def until_stopped(steps: Iterable[S]) -> Iterator[S]:
+    """Yield the steps of a share; raise CancelledError before the next if the call is to end early."""
+    stopping = _stopping.get()
+    for step in steps:
+        if stopping.is_set():
+            raise CancelledError
+        yield step
+
+
+def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Generator[T, None, None]:
     """Yield work(share) for every share, in order.
+
+    An error in one share, an interrupt, or the end of this iterator ends all of them: those that have begun
+    when they ask `until_stopped` for their next step.
 
     BLAS uses one thread, however many there are here: otherwise the bits of results would depend on what
     other threads of the process compute meanwhile.
@@ -82,7 +99,26 @@ def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Ite
         if threads == 1 or not threading.main_thread().is_alive():
             yield from map(work, shares)
             return
+        stopping, errors = threading.Event(), list[BaseException]()
+
+        def do(share: S) -> T:
+            if stopping.is_set():
+                raise CancelledError
+            _stopping.set(stopping)
+            try:
+                return work(share)
+            except BaseException as error:
+                if not stopping.is_set():
+                    errors.append(error)
+                    stopping.set()
+                raise
+
         with ThreadPoolExecutor(threads) as pool:
             # NumPy's error state is a context variable, which threads do not inherit.
             contexts = contextvars.copy_context()
-            yield from pool.map(lambda share: contexts.copy().run(work, share), shares)
+            try:
+                yield from pool.map(lambda share: contexts.copy().run(do, share), shares)
+            except CancelledError:  # since a later share failed
+                raise errors.pop() from None
+            finally:
+                stopping.set()

@@ -10,6 +10,7 @@ uses one thread in each. Arrays may have any strides. The caller ensures that sh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -34,7 +35,7 @@ from cufa.problem import Shape, four_axes
 from cufa.rounding import ceil_div
 from cufa.score_mod import ElementSlope
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
-from cufa.threads import in_threads
+from cufa.threads import in_threads, until_stopped
 
 # A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. Threads take turns with Python's
 # lock a few times per tile, so larger tiles are faster on more cores. A forward of 4,096 takes 23 ms with 32
@@ -68,14 +69,14 @@ def attention(
     def attend(share: _Share) -> None:
         scratch = Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
-        for head, rows in share.tiles:
+        for head, rows in until_stopped(share.tiles):
             h = head.number
             scale = rules.softmax_scale * share.group.descale(q_descale)
             Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
             small = head.scores_are_products and share.group.has_small_scores(Q)
             softmax = (_UnshiftedSoftmax if small else _OnlineSoftmax)(len(Q), dtype, head.sink)
             O = np.zeros((len(Q), V.shape[1]), dtype)
-            for columns, visible in head.visible_tiles(rows, KV_TILE):
+            for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
                 S = scratch.product("S", Q, K[columns].T)
                 head.cap(S)
                 head.add(S, rows, columns)
@@ -128,7 +129,7 @@ def attention_backward(
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
         of_arrays = {name: _RangeOfSums(x.shape, dtype) for name, x in dscore_mod.items()}
         sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {}, of_arrays)
-        for head, rows in share.tiles:
+        for head, rows in until_stopped(share.tiles):
             h = head.number
             Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
             O, dO = (np.array(sequence.queries(x)[rows, h], dtype, order="C") for x in (out, dout))
@@ -140,7 +141,7 @@ def attention_backward(
                 sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
             dO *= head.kept_scale
             dQ = np.zeros_like(Q)
-            for columns, visible in head.visible_tiles(rows, KV_TILE):
+            for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
                 S = scratch.product("S", Q, K[columns].T)
                 head.cap(S)
                 slope = head.slope(S)
@@ -171,20 +172,22 @@ def attention_backward(
             sequence.queries(dq)[rows, h] = scale * dQ
         return sums
 
-    results = in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
     array_sums = {name: np.zeros(x.size, dtype) for name, x in dscore_mod.items()}
-    for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
-        total = functools.reduce(_Sums.add, parts)
-        for gradient, of_keys in ((dk, total.dK), (dv, total.dV)):
-            group.sequence.used_keys(gradient)[:, group.kv_head] = of_keys
-            group.sequence.unused_keys(gradient)[:, group.kv_head] = 0
-        for (b, h, start, stop), of_scores in total.dbias.items():
-            dbias_sums[b, h, start:stop, : of_scores.shape[1]] += of_scores
-        dsink_sums += total.dsink
-        for name, sums in array_sums.items():
-            total.dscore_mod[name].add_to(sums)
+    shares = _shares(sequences, rules, q, k, v, threads)
+    # The traceback of an interrupt would keep the threads at work.
+    with contextlib.closing(in_threads(gradients, shares, threads)) as results:
+        for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
+            total = functools.reduce(_Sums.add, parts)
+            for gradient, of_keys in ((dk, total.dK), (dv, total.dV)):
+                group.sequence.used_keys(gradient)[:, group.kv_head] = of_keys
+                group.sequence.unused_keys(gradient)[:, group.kv_head] = 0
+            for (b, h, start, stop), of_scores in total.dbias.items():
+                dbias_sums[b, h, start:stop, : of_scores.shape[1]] += of_scores
+            dsink_sums += total.dsink
+            for name, sums in array_sums.items():
+                total.dscore_mod[name].add_to(sums)
     if dbias is not None:
         dbias[...] = dbias_sums.reshape(dbias.shape)
     if dsink is not None:

@@ -1,7 +1,9 @@
 """The functions under other libraries' names, against what those libraries say that they compute."""
 
 import itertools
+import math
 import re
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -1557,6 +1559,80 @@ def test_errors_name_all_tensors_that_they_are_about(rng, function):
 def test_jaxs_options_that_are_impossible(rng, options, error, message):
     with pytest.raises(error, match=f"^{message}"):
         compat.dot_product_attention(*draw(rng, 6, 9), **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flashinfers_cache(rng, packed):
+    """Of heads before keys, with pages in a row and the length of the last."""
+    page_size, indptr, last = 4, np.array([0, 3, 5]), np.array([2, 4])
+    indices = rng.permutation(6)[:5]
+    q, _, _ = draw(rng, 1, 1)
+    k, v = rng.standard_normal((2, 6, 2, page_size, 8)).astype(np.float32)  # (pages, heads, keys, head_dim)
+    pages = np.diff(indptr)
+    table = np.zeros((2, pages.max()), np.int32)
+    for r in range(2):
+        table[r, : pages[r]] = indices[indptr[r] : indptr[r + 1]]
+    options = {"block_table": table, "seqused_k": ((pages - 1) * page_size + last).astype(np.int32)}
+    if packed:
+        ends = np.array([0, 1, 2], np.int32)
+        out = cufa.attention(q[:, 0], k.swapaxes(1, 2), v.swapaxes(1, 2), cu_seqlens_q=ends, **options)
+    else:
+        out = cufa.attention(q.swapaxes(1, 2), k, v, layout="bhsd", **options)
+    for r, count in enumerate((10, 8)):
+        ours = (np.concatenate(x[table[r]], axis=1)[None, :, :count] for x in (k, v))
+        close(out[r].reshape(4, 8), expected(q[[r]].swapaxes(1, 2), *ours, True)[0, :, 0])
+
+
+def test_flashinfers_lse(rng):
+    q, k, v = draw(rng, 6, 9)
+    parts = [cufa.attention(q[:1], k[:1, part], v[:1, part], return_lse=True) for part in np.s_[:4, 4:]]
+    theirs = [(out[0], lse[0].T / math.log(2)) for out, lse in parts]
+    ours = [(out, lse.T * math.log(2)) for out, lse in theirs]
+    merged, _ = cufa.merge(*ours[0], *ours[1])
+    close(merged, cufa.attention(q[:1], k[:1], v[:1])[0])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_chunks_of_llama_4(rng, lengths):
+    (rows, keys), n = lengths, 3
+    q, k, v = draw(rng, *lengths)
+    i, j = np.arange(rows)[:, None] + keys - rows, np.arange(keys)
+    visible = (i // n * n <= j) & (j <= i)
+    out = cufa.attention(q, k, v, causal=True, mask_mod=lambda b, h, i, j: (i + keys - rows) // n == j // n)
+    close(*turned(out), expected(*turned(q, k, v), visible))
+
+
+def test_flex_attentions_functions(rng):
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = (torch.from_numpy(x) for x in draw(rng, 6, 9, "bhsd", kv_heads=4))
+    table = torch.from_numpy(rng.standard_normal((4, 9)).astype(np.float32))
+
+    def theirs(score, b, h, i, j):
+        near = torch.tanh(score) - table[h][torch.clamp(j - i, 0, 8)] * (i - j).abs()
+        return torch.where(j < 8, near, -torch.inf)
+
+    def ours(score, b, h, i, j, table):
+        near = np.tanh(score) - table[h, np.clip(j - i, 0, 8)] * abs(i - j)
+        return np.where(j < 8, near, -np.inf)
+
+    def before(b, h, i, j):
+        return j <= i + 3
+
+    def even(b, h, i, j):
+        return j % 2 == 0
+
+    for combined, mask_mod in (
+        (flex.and_masks(before, even), lambda *place: before(*place) & even(*place)),
+        (flex.or_masks(before, even), lambda *place: before(*place) | even(*place)),
+        (before, flex.create_block_mask(before, 2, 4, 6, 9, device="cpu").mask_mod),
+    ):
+        block_mask = flex.create_block_mask(combined, 2, 4, 6, 9, device="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it advises to compile it
+            exact = flex.flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask)
+        mods = {"score_mod": cufa.ScoreMod(ours, table), "mask_mod": mask_mod}
+        close(cufa.attention(q, k, v, layout="bhsd", **mods), exact)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 float64 attention in NumPy takes seconds where a GPU takes milliseconds. Above `MAX_SCORES` scores, a random
 sample is checked. Blocks of query rows: their out, lse and dq depend on no other query. Blocks of keys: their
 dk and dv must be what `attention_backward` promises for the out and lse that it was given. Parts of dbias,
-and dsink, are checked in the same way.
+and dsink, are checked in the same way. Gradients of a score_mod's arrays are not, as all scores may read the
+same element.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N806, N815
@@ -37,10 +38,7 @@ Arrays = Mapping[str, Array]
 # About a second of float64 on one core. numpy.longdouble, which checks float64, has no BLAS.
 MAX_SCORES = 2**22
 LONGDOUBLE_SLOWDOWN = 8
-RESULTS: dict[Direction, tuple[str, ...]] = {
-    "forward": ("out", "lse"),
-    "backward": ("dq", "dk", "dv", "dbias", "dsink"),
-}
+_OF_FORWARD = ("out", "lse")
 # The number of blocks of rows, and of blocks of keys, in a sample.
 SAMPLES = 4
 
@@ -62,7 +60,8 @@ class Check:
 
     def of(self, direction: Direction) -> Check:
         """The check of only one direction's results."""
-        kept = tuple(each for each in self.comparisons if each.what in RESULTS[direction])
+        forward = direction == "forward"
+        kept = tuple(each for each in self.comparisons if (each.what in _OF_FORWARD) == forward)
         return replace(self, comparisons=kept)
 
     def document(self) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def check(
     precision: str = "ieee",
     **rules: Any,
 ) -> Check:
-    """Check whichever of out, lse, dq, dk, dv, dbias and dsink are in `results`.
+    """Check whichever of out, lse, dq, dk, dv, dbias, dsink and dscore_mod[i] are in `results`.
 
     Args:
         inputs: NumPy arrays q, k and v, with gradients also dout, in the layout, and dlse if given.
@@ -126,8 +125,8 @@ def check(
         compared = compare_results(q, k, v, dout, results, precision=precision, **rules)
         return Check(tuple(compared), "every element")
     parts, coverage = sample.draw()
-    compared = [_compared(name, [part[name] for part in parts if name in part]) for name in results]
-    return Check(tuple(compared), coverage)
+    parts_of = {name: [part[name] for part in parts if name in part] for name in results}
+    return Check(tuple(_compared(name, drawn) for name, drawn in parts_of.items() if drawn), coverage)
 
 
 def _bshd(arrays: Arrays, layout: str) -> dict[str, Array]:
@@ -224,6 +223,8 @@ class _Sample:
             coverage += f", {SAMPLES} x {rows} x {keys} of the bias's {total:,} elements"
         if "dsink" in self._results:
             parts += [self._of_sink(h) for h in range(self._heads)]
+        if any(name.startswith("dscore_mod") for name in self._results):
+            coverage += ", no gradients of score_mod's arrays"
         return parts, coverage
 
     def _places(self, lengths: list[int], heads: int, size: int) -> list[tuple[Sequence, int, slice]]:

@@ -19,12 +19,12 @@ from cufa.cli.functions import mods_at
 from cufa.cli.options import (
     DTYPE,
     INPUT_DTYPE,
-    MOD_OPTIONS,
     SIZE,
     KernelName,
     check_place_of_values,
     count_option,
     json_option,
+    mod_options,
     precision_option,
     several,
     tile_sizes_option,
@@ -80,6 +80,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         dbias: bool,
         broadcast_bias: bool,
         dsink: bool,
+        dscore_mod: bool,
         score_mod: str | None,
         mask_mod: str | None,
         precision: str,
@@ -93,7 +94,13 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
         check_place_of_values(given["transposed_values"], given["values_in_keys"])
         mods = mods_at(score_mod, mask_mod)
-        of_scores, of_masks = mods.written
+        differentiable = mods.score_mod.differentiable if mods.score_mod else {}
+        if dscore_mod and score_mod is None:
+            raise output.Failure("--dscore-mod has gradients of a ScoreMod's arrays; give --score-mod, too")
+        if dscore_mod and not differentiable:
+            raise output.Failure(f"--dscore-mod has gradients of float arrays; {score_mod} reads none")
+        of_scores, of_masks = mods.written_with_gradients if dscore_mod else mods.written
+        wanted = {"bias": dbias, "sink": dsink, "score_mod": dscore_mod}
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
@@ -103,7 +110,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask_bits=mask == "bits",
             packed=varlen,
             page_size=page_size,
-            gradients=tuple(name for name, wanted in (("bias", dbias), ("sink", dsink)) if wanted),
+            gradients=tuple(name for name in wanted if wanted[name]),
+            array_sums=sum(x.size for x in differentiable.values()) if dscore_mod else 0,
             tf32=precision == "tf32",
             score_mod=of_scores,
             mask_mod=of_masks,
@@ -132,7 +140,10 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
         click.option("--broadcast-bias", is_flag=True, help="With one row of bias for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
-        *MOD_OPTIONS,
+        click.option(
+            "--dscore-mod", is_flag=True, help="Backward: with the gradients of --score-mod's float arrays."
+        ),
+        *mod_options("with arrays"),
         precision_option,
     ]
     options += [

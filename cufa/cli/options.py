@@ -232,18 +232,21 @@ def tile_sizes_option(command: Command) -> Command:
     )(command)
 
 
-MOD_OPTIONS = (
-    click.option(
-        "--score-mod",
-        metavar="FILE:NAME",
-        help="Python function f(score, b, h, q_idx, kv_idx): new scores; or a cufa.ScoreMod, with arrays.",
-    ),
-    click.option(
-        "--mask-mod",
-        metavar="FILE:NAME",
-        help="Python function g(b, h, q_idx, kv_idx): True if seen; or a cufa.MaskMod, with arrays.",
-    ),
-)
+def mod_options(arrays: str) -> list[Callable[..., Any]]:
+    """--score-mod and --mask-mod; `arrays` says what comes with a ScoreMod."""
+    return [
+        click.option(
+            "--score-mod",
+            metavar="FILE:NAME",
+            help=f"Python function f(score, b, h, q_idx, kv_idx): new scores; or a cufa.ScoreMod, {arrays}.",
+        ),
+        click.option(
+            "--mask-mod",
+            metavar="FILE:NAME",
+            help="Python function g(b, h, q_idx, kv_idx): True if seen; or a cufa.MaskMod, with arrays.",
+        ),
+    ]
+
 
 RANDOM = "random"
 RANDOM_BITS = "random-bits"
@@ -371,7 +374,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         *(_score_array_files() if files else _score_arrays()),
         click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of the paper."),
         click.option("--sink", is_flag=True, help="A random sink, with its gradient."),
-        *MOD_OPTIONS,
+        *mod_options("with arrays and their gradients"),
         click.option("--dlse", is_flag=True, help="Backward: add a random gradient of the LSE."),
         click.option(
             "--dropout",
@@ -389,7 +392,11 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             metavar="N",
             help="Seed of dropout.",
         ),
-        click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
+        click.option(
+            "--deterministic",
+            is_flag=True,
+            help="Gradients with the same bits in every run; none of --score-mod's arrays.",
+        ),
         click.option(
             "--kv-dtype",
             type=INPUT_DTYPE,

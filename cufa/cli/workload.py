@@ -66,8 +66,15 @@ class Workload:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The inputs whose gradients the backward returns, in its order."""
-        return "q", "k", "v", *(name for name in ("bias", "sink") if name in self.arrays)
+        """The inputs whose gradients the backward returns, in its order; score_mod stands for its arrays."""
+        score_mod = mods_of(self.features).score_mod
+        asked = {
+            "bias": "bias" in self.arrays,
+            "sink": "sink" in self.arrays,
+            # On a GPU, these sums have no fixed order.
+            "score_mod": score_mod and score_mod.differentiable and not self.features.deterministic,
+        }
+        return "q", "k", "v", *(name for name, is_asked in asked.items() if is_asked)
 
     def forward(self, rung: Rung) -> Arrays:
         """Compute out and lse."""
@@ -85,7 +92,9 @@ class Workload:
             gradients = cufa.attention_backward(
                 **self._tensors("dout", "q", "k", "v"), out=results["out"], lse=results["lse"], **options
             )
-        return dict(zip(names, gradients, strict=True))
+        computed = dict(zip(names, gradients, strict=True))
+        of_arrays = enumerate(computed.pop("dscore_mod", ()))
+        return computed | {f"dscore_mod[{number}]": x for number, x in of_arrays if x is not None}
 
     def timed(
         self, direction: Direction, rung: Rung, results: Arrays | None = None, repeats: int | None = None
@@ -117,7 +126,9 @@ class Workload:
     def problem(self, direction: Direction) -> Problem:
         """The problem of the call; raises Failure if the arrays do not match."""
         asked, backward = self.features, direction == "backward"
+        mods, gradients = mods_of(asked), self.gradients[3:] if backward else ()
         given = {name: array for name, array in self.arrays.items() if backward or name != "dlse"}
+        given |= mods.arrays
         shapes = {name: array.shape for name, array in given.items()}
         dtypes = {name: array.dtype for name, array in given.items()}
         options = Options(
@@ -126,12 +137,13 @@ class Workload:
             softcap=asked.softcap > 0,
             dropout=asked.dropout > 0,
             deterministic=backward and asked.deterministic,
-            gradients=self.gradients[3:] if backward else (),
+            gradients=gradients,
             layout=self.layout,
             precision=asked.precision,
         )
         with library_errors():
-            score_mod, mask_mod = mods_of(asked).written
+            written = mods.written_with_gradients if "score_mod" in gradients else mods.written
+            score_mod, mask_mod = written
             options = options._replace(score_mod=score_mod, mask_mod=mask_mod, **self._longest())
             problem = make_problem(direction, shapes, dtypes, options)
             check_fits(problem, shapes, dtypes, self.layout)

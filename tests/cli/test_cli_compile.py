@@ -251,6 +251,26 @@ def test_compile_of_functions_on_scores(tmp_path):
 
 
 @nvrtc
+def test_compile_of_gradients_of_arrays(tmp_path):
+    (tmp_path / "mods.py").write_text(
+        "import cufa, numpy as np\n"
+        "def added(score, b, h, q_idx, kv_idx, of_heads): return score + of_heads[h]\n"
+        "floats, integers = (cufa.ScoreMod(added, np.zeros(4, dtype)) for dtype in (np.float32, np.int32))\n"
+    )
+    floats, integers = (("--score-mod", f"{tmp_path / 'mods.py'}:{name}") for name in ("floats", "integers"))
+    asked = ("compile", "bwd_3_mma", *TINY)
+    (plain,), (built,) = (run_json(*asked, *floats, *options) for options in ((), ("--dscore-mod",)))
+    assert "array_gradients" not in [entry["name"] for entry in plain["entries"]]
+    assert built["features"] == ["score_mod", "dscore_mod"]
+    assert built["entries"][-1]["name"] == "array_gradients"
+    assert built["path"] != plain["path"]
+    assert "give --score-mod, too" in refused(*asked, "--dscore-mod")
+    assert f"float arrays; {integers[1]} reads none" in refused(*asked, *integers, "--dscore-mod")
+    forward = ("compile", "fwd_5_mma", *TINY, *floats, "--dscore-mod")
+    assert "fwd_5_mma does not support dscore_mod" in refused(*forward)
+
+
+@nvrtc
 def test_compile_of_several_tiles():
     arguments = ("compile", "fwd_5_mma", *TINY, "--tile", "block_m=64,128", "--tile", "block_n=16,100000")
     rows = run_json(*arguments)

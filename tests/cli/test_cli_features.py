@@ -65,6 +65,12 @@ def leaving(b, h, q_idx, kv_idx):
 
 number = 3
 with_arrays = cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score * slopes[h], np.ones(4))
+relative = cufa.ScoreMod(
+    lambda score, b, h, q_idx, kv_idx, middle, table: score + table[h, q_idx - kv_idx + middle[0]],
+    np.array([255]),
+    np.linspace(-1, 1, 4 * 511, dtype=np.float32).reshape(4, 511),
+)
+of_integers = cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, levels: score + levels[h], np.arange(4))
 """
 
 
@@ -92,11 +98,42 @@ def test_functions_that_read_arrays(mods):
     options = ("--score-mod", f"{mods}:with_arrays")
     document = run_json("run", *HEADS, *options)
     assert document["check"]["ok"]
-    assert document["steps"][1]["features"] == ["score_mod"]
-    plan = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80")["forward"]
-    assert plan["kernel"] == "fwd_5_mma"
+    assert document["steps"][1]["features"] == ["score_mod", "dscore_mod"]
+    plans = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80")
+    assert plans["forward"]["kernel"] == "fwd_5_mma"
+    assert plans["backward"]["launches"][-1]["entry"] == "array_gradients"
     variant, *_ = run_json("compile", "fwd_6_wgmma", "--arch", "sm_90a", *options)
     assert variant["features"] == ["score_mod"]
+
+
+def test_gradients_of_arrays_that_a_function_reads(mods, files, qkv, tmp_path):
+    """Of those of floats, beside the others."""
+    options = (*files, "--bias", "random", "--score-mod", f"{mods}:relative")
+    document = run_json("run", *options, "--out", tmp_path / "all.npz")
+    assert document["check"]["coverage"] == "every element"
+    assert document["check"]["ok"]
+    names = ["out", "lse", "dq", "dk", "dv", "dbias", "dscore_mod[1]"]
+    assert [result["name"] for result in document["check"]["results"]] == names
+    with np.load(tmp_path / "all.npz") as results:
+        assert list(results) == names
+        assert results["dscore_mod[1]"].shape == (4, 511)
+        assert np.all(results["dscore_mod[1]"][:, 255 - 46 : 255 + 33] != 0)
+    bench = ("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, "--score-mod", f"{mods}:relative")
+    points = run_json(*bench)["points"]
+    assert [point["features"] for point in points] == [["score_mod"], ["score_mod", "dscore_mod"]]
+
+
+def test_functions_without_gradients_of_arrays(mods):
+    """Integers have none, and what has the same bits in every run has none of floats."""
+    for options, features in (
+        (("--score-mod", f"{mods}:of_integers"), ["score_mod"]),
+        (("--score-mod", f"{mods}:relative", "--deterministic"), ["score_mod", "deterministic"]),
+    ):
+        document = run_json("run", *HEADS, *options)
+        assert document["steps"][1]["features"] == features
+        assert [result["name"] for result in document["check"]["results"]] == ["out", "lse", "dq", "dk", "dv"]
+        plan = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80")["backward"]
+        assert "array_gradients" not in [launch["entry"] for launch in plan["launches"]]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +266,28 @@ def test_run_exits_with_1_when_a_gradient_of_a_feature_is_wrong(monkeypatch):
     corrupt(monkeypatch, "attention_backward", 3, lambda x: x + 1)
     verdict = run_json("run", *SMALL, "--bias", "random", code=1)["check"]
     assert [each["name"] for each in verdict["results"] if not each["ok"]] == ["dbias"]
+
+
+def test_run_exits_with_1_when_the_gradient_of_an_array_is_wrong(mods, monkeypatch):
+    genuine = cufa.attention_backward
+
+    def corrupted(*arguments, **options):
+        *others, (of_integers, of_floats) = genuine(*arguments, **options)
+        of_floats[1, 255] += 0.1
+        return *others, (of_integers, of_floats)
+
+    monkeypatch.setattr(cufa, "attention_backward", corrupted)
+    verdict = run_json("run", *HEADS, "--score-mod", f"{mods}:relative", code=1)["check"]
+    assert [each["name"] for each in verdict["results"] if not each["ok"]] == ["dscore_mod[1]"]
+
+
+def test_a_sample_has_no_gradients_of_arrays(mods, monkeypatch):
+    """All scores may be read by the same element."""
+    monkeypatch.setattr(check, "MAX_SCORES", 200)
+    verdict = run_json("run", *HEADS, "--score-mod", f"{mods}:relative")["check"]
+    assert verdict["coverage"].endswith(" of 188 keys, no gradients of score_mod's arrays")
+    assert [result["name"] for result in verdict["results"]] == ["out", "lse", "dq", "dk", "dv"]
+    assert "score_mod" not in run_json("run", *HEADS, "--score-mod", f"{mods}:decay")["check"]["coverage"]
 
 
 def test_bias_and_mask_from_files(qkv, files, tmp_path):

@@ -34,6 +34,20 @@ def test_features_on_the_gpu(dtype, options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_arrays_on_the_gpu(dtype, tmp_path):
+    (tmp_path / "mods.py").write_text(
+        "import cufa, numpy as np\n"
+        "def scaled(score, b, h, q_idx, kv_idx, nothing, scales): return score * scales[h] + nothing[0]\n"
+        "mod = cufa.ScoreMod(scaled, np.zeros(1, np.int32), np.ones(4, np.float32))\n"
+    )
+    document = run_json("run", *HEADS, "--dtype", dtype, "--score-mod", f"{tmp_path / 'mods.py'}:mod")
+    assert document["backend"] == "cuda"
+    assert document["check"]["ok"]
+    assert document["check"]["results"][-1]["name"] == "dscore_mod[1]"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [(), ("--page-size", 16), ("--kv-dtype", FLOAT8, "--descale")])
 def test_values_in_keys_on_the_gpu(options):
     if FLOAT8 in options and device.current().arch.capability < (8, 9):

@@ -39,6 +39,19 @@ def test_ladder_with_features():
         assert row["check"]["ok"]
 
 
+def test_ladder_with_gradients_of_arrays(tmp_path):
+    (tmp_path / "mods.py").write_text(
+        "import cufa, numpy as np\n"
+        "def scaled(score, b, h, q_idx, kv_idx, scales): return score * scales[h]\n"
+        "mod = cufa.ScoreMod(scaled, np.ones(2, np.float32))\n"
+    )
+    sizes = ("--batch", 1, "--seqlen", 32, "--heads", 2, "--head-dim", 8, "--cpu-threads", 1)
+    rows = run_json("ladder", *sizes, "--score-mod", f"{tmp_path / 'mods.py'}:mod")["rows"]
+    results = [[each["name"] for each in row["check"]["results"]] for row in rows]
+    assert results == [["out", "lse"], ["dq", "dk", "dv", "dscore_mod[0]"]]
+    assert all(row["check"]["ok"] for row in rows)
+
+
 def test_ladder_is_causal_as_its_preset_unless_told():
     for preset, options, causal in (
         ("gpt2", (), True),

@@ -26,6 +26,14 @@ class _LazyGroup(click.Group):
         command: click.Command = module.command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with output.writing_errors():  # before click, which exits with 1 if nobody reads on
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            output.say("\nAborted!")
+            raise SystemExit(output.INTERRUPTED) from None
+
     def main(self, *args: Any, **extra: Any) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have what it cannot encode
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -41,6 +49,7 @@ def main(ctx: click.Context, verbose: bool) -> None:
     """FlashAttention for NumPy and CuPy arrays, forward and backward, with or without a GPU.
 
     Every command has --help. With --json, it prints one JSON document on stdout and nothing else. It exits
-    with 1 if a computation failed or is wrong, with 2 if it could not be started.
+    with 1 if a computation failed or is wrong, with 2 if it could not be started, with 130 if it was
+    interrupted.
     """
     ctx.with_resource(output.log_to_stderr(verbose))

@@ -284,7 +284,7 @@ def _compile(requests: list[Request]) -> list[Compiled]:
                 compiled.append(next(in_order))
     except KeyboardInterrupt:
         output.say("Aborted!")
-        os._exit(output.WRONG)
+        os._exit(output.INTERRUPTED)
     finally:
         pool.shutdown(cancel_futures=True)
     return compiled

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Exit codes: the computation failed or is wrong; it could not be started.
+# Exit codes: the computation failed or is wrong; it could not be started; and those that shells give to
+# processes that SIGINT and SIGPIPE end.
 WRONG = 1
 BAD_INPUT = 2
+INTERRUPTED = 130
+UNREAD = 141
 
 # Options that stand for arguments of the library.
 _OPTIONS = {
@@ -91,14 +94,16 @@ def library_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_errors() -> Iterator[None]:
-    """Report output that cannot be written without a traceback."""
+    """Report output that cannot be written without a traceback; end silently if nobody reads on."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _NOT_WRITTEN:
+        if error.errno not in (*_NOT_WRITTEN, errno.EPIPE):
             raise
         # Python would try to write the rest of the buffer, and report it again, when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            raise SystemExit(UNREAD) from error
         say(f"error: the output cannot be written: {error.strerror}", "red")
         raise SystemExit(WRONG) from error
 
@@ -117,7 +122,11 @@ def stderr() -> Console:
 def _console(stderr: bool) -> Console:
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    class RaisingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the error at hand, for which rich would exit with 1
+
+    console = RaisingConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if console.width == 0:  # otherwise nothing would be printed
         console.width = _UNKNOWN_WIDTH
     return console

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -157,6 +158,26 @@ def test_a_full_disk_is_an_error_in_one_line(arguments):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
     assert done.returncode == output.WRONG
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes are POSIX's")
+@pytest.mark.parametrize("arguments", [("kernels",), ("kernels", "--json")], ids=" ".join)
+def test_a_command_ends_silently_if_nobody_reads_on(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "cufa", *arguments]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupt_is_no_wrong_result(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cufa, "attention", interrupted)
+    assert run("run", *SMALL, code=130).stderr == "\nAborted!\n"
+    assert "with 130 if it was interrupted" in " ".join(run("--help").stdout.split())
 
 
 def test_names_that_the_output_cannot_encode_are_escaped(monkeypatch):

@@ -80,7 +80,7 @@ def test_bench_shows_and_plots_what_it_measured_before_an_interrupt(tmp_path, mo
     monkeypatch.setattr(bench, "make_arrays", interrupted)
     plot = tmp_path / "plot.png"
     sizes = ("--seqlens", "16,32", "--batch", 1, "--heads", 1, "--head-dim", 8)
-    shown = run("bench", *sizes, "--repeats", 1, "--plot", plot, "--backend", "numpy", code=1)
+    shown = run("bench", *sizes, "--repeats", 1, "--plot", plot, "--backend", "numpy", code=130)
     assert shown.stdout.count("numpy") == 2  # forward and backward
     assert plot.exists()
 

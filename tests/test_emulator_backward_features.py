@@ -92,6 +92,23 @@ def test_whole_heads(rng, dtype, features):
         check("bwd_3_mma", case, tiles=WHOLE_HEADS, **packed)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nan_in_a_row_of_whole_heads_reaches_no_other(rng, dtype, name):
+    """Neither of the next tile of queries, nor of the next head: Q's memory has had the rows of dQ."""
+    case = cases.draw_case(rng, dtype, (), seqlen_q=40, seqlen_k=40, batch=1, **cases.SIZES)
+    getattr(case.problem, name)[0, 3, 0, 0] = np.nan
+    check("bwd_3_mma", case, tiles=WHOLE_HEADS)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nan_in_more_keys_than_the_call_says(rng, dtype, name):
+    case = cases.packed_case(rng, dtype, 5, [40, 0, 70, 3], [33, 20, 0, 90], **cases.SIZES)
+    getattr(case.problem, name)[7, 0, 0] = np.nan
+    check("bwd_3_mma", case, tiles=ONE_STAGE, max_seqlen_k=32)
+
+
 @pytest.mark.parametrize(("dtype", "features"), [("float16", ()), ("float32", ("deterministic", "dsink"))])
 def test_packed_sequences_have_more_keys_than_the_call_says(rng, dtype, features):
     case = cases.draw_case(rng, dtype, ["packed", "sink", *features], seqlen_q=1, seqlen_k=1, **cases.SIZES)

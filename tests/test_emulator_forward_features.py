@@ -132,12 +132,15 @@ def test_nan_shows_where_its_weight_is_0(rng, kernel, dtype, why):
 
 @pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
 def test_what_a_mask_shows_of_tiles(rng, monkeypatch, in_bits):
-    """It is found as often as the mask is another, and read 16 bytes at once or byte by byte."""
+    """It is found as often as the mask is another, by 16 bytes at once, or by words and single bytes."""
     tiles = {"block_m": 32, "block_n": 32, "threads": 64}
     workspaces = []
     make = calls._workspace
     monkeypatch.setattr(calls, "_workspace", lambda plan: workspaces.append(make(plan)) or workspaces[-1])
-    for of_batch, of_heads, rows, keys in [(2, 2, 70, 128), (1, 1, 70, 128), (2, 1, 70, 104), (1, 2, 1, 128)]:
+    shapes = [(2, 2, 70, 128), (1, 1, 70, 128), (2, 1, 70, 104), (1, 2, 1, 128)]
+    if not in_bits:  # of the last byte of bits, keys past the end count
+        shapes += [(1, 2, 70, 101), (2, 1, 70, 98)]
+    for of_batch, of_heads, rows, keys in shapes:
         case = cases.draw_case(rng, "float16", (), seqlen_q=70, seqlen_k=keys, **cases.SIZES)
         mask, parts = cases.mask_by_tiles(rng, (of_batch, of_heads, rows, keys), (32, 32))
         case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask

@@ -339,6 +339,20 @@ def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
         assert_attention(*found, case.problem, **case.forward)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("kernel", "dim"), [("fwd_6_wgmma", 64), ("fwd_10_wgmma_wide", 512)])
+def test_bias_of_any_dtype(rng, kernel, dim, dtype):
+    """Of keys that lie in pairs, and of an odd number of keys."""
+    for seqlen_k in (136, 77):
+        case = draw_case(
+            rng, "bfloat16", (), seqlen_q=70, seqlen_k=seqlen_k, head_dim=dim, head_dim_v=dim, **HEADS
+        )
+        case.arrays["bias"] = rng.standard_normal((1, 2, 70, seqlen_k)).astype(dtype)
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        found = calls.attention(*inputs, kernel=kernel, device=DEVICE, **case.emulator_forward)
+        assert_attention(*found, case.problem, **case.forward)
+
+
 def gradients_of(kernel, case, *, device=DEVICE, **options):
     """Those of a kernel, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name

@@ -127,6 +127,20 @@ def test_softmax_compiles(dtype, passes):
     assert set(jit.build(variant).resources) == {launch.entry}
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("bias_dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name, row in KERNELS.items() if "bias" in row.features])
+def test_biases_of_all_dtypes_compile(name, bias_dtype):
+    row, device = KERNELS[name], Device.of("sm_90a")
+    features = Features(bias=(1, 1, 300, 400), bias_dtype=bias_dtype)
+    calls = (
+        replace(problem(row.direction, dtype, dim, dim, True, 16), features=features)
+        for dim, dtype in itertools.product((64, 256, 512), row.dtypes)
+    )
+    call = next(call for call in calls if row.unsupported(call, device) is None)
+    jit.build(make_plan(call, device, name).variant)
+
+
 FASTEST = [
     *itertools.product(["fwd_4_flash_v2", "bwd_2_flash_v2"], ["float32"], [32, 64, 128], [True]),
     *itertools.product(["fwd_5_mma"], ["float16"], [32, 128, 256], [False]),

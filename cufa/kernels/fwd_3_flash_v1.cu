@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const State state(params, batch, head);
     Statistics statistics;
     statistics.exponentiate(scores, state, keys, grid, first_row, sizes.seqlen_q);
-    mark_unseen(scores, grid, [&](int row, int key) {
-        return keys.first_key + key < mask.keys_end(first_row + row);
+    mark_unseen(scores, grid, [&, first = first_row](int row, int key) {
+        return keys.first_key + key < mask.keys_end(first + row);
     });
 
     // A row of P is written and read by lanes of one warp only.

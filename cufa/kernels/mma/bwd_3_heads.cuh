@@ -17,6 +17,7 @@ __device__ inline void attend_whole_heads(KeySmem& smem, const BackwardParams& p
         for_each_head(params, [&](const QueryHead& head) { head.dq.clear<kThreads>(seqlen_q); });
     do {
         __syncthreads();  // sums are zero, and every warp is done with the keys before
+        if (is_longer) clear_padding_of(smem);  // where gradients may have left NaN
         attend_keys(smem, params, own);
         own.first_key += kBlockN;
     } while (kPacked && own.first_key < keys_end);

@@ -262,6 +262,8 @@ struct KeyGradients {
         write_tile<kThreads, kHeadDim>(rounded,
                                        sequence.queries<scalar_t>(head.params.dq, head.rules.head),
                                        at.first, sequence.seqlen_q);
+        // It may have NaN, by which the next queries would be multiplied.
+        clear_padding<kThreads, kHeadDim>(rounded);
     }
 
     // dS K, of which `take` gets each slice and its place in the tile. Where dS^T takes fewer

@@ -6,7 +6,7 @@
 #include "hopper/pipeline.cuh"
 #include "scores/mask.cuh"
 
-// Two neighbouring elements; two of 16 bits share a register.
+// Two neighbouring elements; two of 16 bits share a register, others become float32.
 template <class T>
 struct Pair {
     unsigned int word;
@@ -18,12 +18,16 @@ struct Pair {
     }
 };
 template <>
-struct alignas(8) Pair<float> {
+struct Pair<float> {
     float elements[2];
 
     Pair() = default;
     __device__ Pair(float low, float high) : elements{low, high} {}
     __device__ float element(int e) const { return elements[e]; }
+};
+template <>
+struct Pair<double> : Pair<float> {
+    using Pair<float>::Pair;
 };
 
 // The bias of Count scores of rows `row` and row + 8, in wgmma's layout: two neighbouring keys in a
@@ -49,15 +53,17 @@ struct BiasPairs {
         if (steps % 2 == 0 && first_key + kKeys <= mask.seqlen_k) {
 #pragma unroll
             for (int i = 0; i < Count / 2; ++i) {
-                const T* const pair = rows[i % 2] + first_key + i / 2 * 8;
-                pairs[i] = *reinterpret_cast<const Pair<T>*>(pair);
+                const T* const at = rows[i % 2] + first_key + i / 2 * 8;
+                const auto pair = *reinterpret_cast<const Pack<T, 2>*>(at);
+                pairs[i] = Pair<T>(pair[0], pair[1]);
             }
         } else {
             const int last_key = mask.seqlen_k - 1;
 #pragma unroll
             for (int i = 0; i < Count / 2; ++i) {
                 const int key = first_key + i / 2 * 8;
-                pairs[i] = {rows[i % 2][min(key, last_key)], rows[i % 2][min(key + 1, last_key)]};
+                pairs[i] =
+                    Pair<T>(rows[i % 2][min(key, last_key)], rows[i % 2][min(key + 1, last_key)]);
             }
         }
     }

@@ -314,8 +314,11 @@ def test_two_blocks_share_wide_heads():
     [
         (problem(192, 128), "where bwd_4_wgmma needs one"),
         (problem(128, 256), "up to head dim 128"),
-        *((problem(256, seqlen=length), "for so few queries or keys") for length in (64, 150, 192)),
-        (problem(192, seqlen=128), "for so few queries or keys"),
+        *((problem(256, seqlen=length), "for so few queries or keys") for length in (150, 192)),
+        (problem(256, seqlen=64, batch=67), "for so few queries or keys"),
+        (replace(problem(256), seqlen_q=64), "for so few queries or keys"),
+        (replace(problem(192), seqlen_q=128), "for so few queries or keys"),
+        (problem(192, seqlen=32), "slower than the mma.sync rungs"),
         (replace(problem(192), features=Features(window=(1000, 0))), "in so narrow a window"),
         (replace(problem(256), features=Features(window=(500, 0))), "in so narrow a window"),
     ],
@@ -359,13 +362,18 @@ def test_hardly_a_spill_where_blocks_divide_products(features, most_bytes):
     assert all("bytes spill" in line for line in build.warnings)
 
 
+@pytest.mark.parametrize("call", [problem(256, seqlen=64, batch=66), problem(192, seqlen=128)], ids=str)
+def test_few_keys_go_to_pairs_where_sms_would_be_idle_or_are_enough_for_one(call):
+    assert best_kernel(call, H200).name == PAIR
+
+
 def test_few_short_sequences_under_a_mask_have_another():
-    masked = replace(problem(192, seqlen=256), features=Features(mask=(1, 1, 256, 256)))
+    masked = replace(problem(192, seqlen=64), features=Features(mask=(1, 1, 64, 64)))
     assert best_kernel(masked, H200).name == "bwd_3_mma"
-    assert "for 32 tiles of keys of sequences of at most 256" in KERNELS[WIDE].unsuited(masked, H200)
+    assert "for so few queries and keys" in KERNELS[WIDE].unsuited(masked, H200)
     for other in (
-        replace(masked, batch=9),
-        replace(masked, seqlen_k=257),
+        replace(masked, batch=34),
+        replace(masked, seqlen_k=65),
     ):
         assert best_kernel(other, H200).name == WIDE
     assert best_kernel(replace(masked, features=Features()), H200).name == PAIR
@@ -719,11 +727,39 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
         (replace(problem(64, batch=1, seqlen=64), features=Features(mask=(1, 1, 1, 64))), "bwd_3_mma"),
         *[
             (replace(problem(64, batch=batch, seqlen=batch * seqlen), features=Features(packed=True)), kernel)
-            for batch, seqlen, kernel in [(1024, 32, "bwd_3_mma"), (1024, 33, NARROW), (4, 32, NARROW)]
+            for batch, seqlen, kernel in [(1024, 32, "bwd_3_mma"), (1024, 33, NARROW), (8, 32, NARROW)]
         ],
     ],
     ids=str,
 )
 def test_short_sequences_go_to_small_blocks(call, kernel):
-    """Of packed ones it is not known that none is longer, so there must be many."""
+    """Of packed ones it is not known that none is longer, so there must be many, or all keys fit a block."""
+    assert best_kernel(call, H200).name == kernel
+
+
+@pytest.mark.parametrize(
+    ("sizes", "masked", "kernel"),
+    [
+        ((1, 77, 64, 64, 16, 32), False, "bwd_3_mma"),
+        ((16, 384, 77, 8, 8, 32), False, NARROW),
+        ((128, 16, 77, 8, 8, 64), False, "bwd_3_mma"),
+        ((32, 100, 100, 1, 1, 64), False, "bwd_3_mma"),
+        ((32, 100, 100, 8, 4, 64), False, NARROW),
+        ((128, 77, 128, 2, 2, 64), True, "bwd_3_mma"),
+        ((1, 1024, 77, 2, 2, 128), True, NARROW),
+        ((16, 77, 77, 8, 8, 128), False, "bwd_3_mma"),
+        ((16, 77, 77, 4, 1, 128), False, NARROW),
+        ((4, 16, 4096, 2, 2, 64), False, "bwd_3_mma"),
+        ((32, 100, 4096, 8, 8, 64), False, NARROW),
+        ((64, 16, 16, 4, 4, 192), False, "bwd_3_mma"),
+        ((8, 48, 77, 4, 4, 256), False, PAIR),
+        ((4, 48, 4096, 8, 8, 256), False, WIDE),
+    ],
+)
+def test_the_fastest_rung_of_few_queries_or_keys(sizes, masked, kernel):
+    """As measured on an H200."""
+    batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
+    call = Problem("backward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
+    if masked:
+        call = replace(call, features=Features(mask=(batch, 1, seqlen_q, seqlen_k)))
     assert best_kernel(call, H200).name == kernel

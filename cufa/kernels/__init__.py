@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cufa.device import Device
-from cufa.messages import counted, shown
+from cufa.kernels.short_backward import is_short, is_short_if_wide
+from cufa.messages import shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, MAX_VALUE_DIM, Direction, Problem, one_of
 from cufa.rounding import ceil_div, round_up
 
@@ -23,28 +24,19 @@ _MAX_DIMS: Mapping[Direction, Mapping[str, int]] = {
 # What the smallest tiles of the backward on mma.sync, or of the gradient of a bias, have in shared memory:
 # rows of Q and K, and as many of dO and V, whose columns four warps divide in steps of 16; and all else.
 _LEAST_ROWS, _COLUMN_STEP, _OTHER_BYTES = 32, 64, 3072
-# Up to how many queries and keys a sequence is short, how many heads of such ones an SM must have to work on,
-# and up to how many head dims, for blocks that are small to be faster backward than one that is large.
-# Measured on an H200.
-_SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
-# Up to how many queries and keys sequences of such head dims are so short that blocks by mma.sync, which have
-# all keys of a KV head, are faster than the Hopper backward. Measured on an H200.
-_WHOLE = 64
-# The same of one in halves: up to how many queries and keys, or in tf32 queries, sequences are short; and the
-# keys of a block.
+# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves; and
+# the keys of a block. Measured on an H200, like all below.
 _SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
 # How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
 # these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
 _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
-# Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
-# of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
-_SHORT_UNDER_MASK = 256
 # The keys of a pair of blocks of the Hopper backward, the fewest head dims (K has two panels of them), and up
 # to how many half of its dQ is padding.
 _PAIR_KEYS, _LEAST_IN_PAIRS, _PADDED_IN_PAIRS = 128, 65, 128
 # Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
-# keys; above, up to how many keys that a row sees in a window. Measured on an H200.
-_NARROW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 512
+# keys; above, for how few queries, and up to how many keys that a row sees in a window. With no more keys
+# than a pair has, it is slower only for few queries in a window or, of half as many keys, if no SM is idle.
+_NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 64, 512
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Columns of a key in 8 bits that a lane loads at once.
@@ -254,24 +246,12 @@ class HopperBackward(HopperKernel):
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for short
-        sequences. Where it is not known that none is longer, there must be many.
+        sequences.
         """
         if problem.features.bias_dtype == "float32":
             return f"{self.name} is slower than the mma.sync rungs with a bias in float32"
-        sequences = problem.packed_sequences
-        queries, keys = (ceil_div(size, sequences) for size in (problem.seqlen_q, problem.seqlen_k))
-        many = problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
-        narrow = max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM
-        if narrow and many and max(queries, keys) <= _SHORT:
-            return (
-                f"{self.name} is slower than the mma.sync rungs for many sequences of at most {_SHORT} "
-                f"queries and keys"
-            )
-        if narrow and max(queries, problem.longest_keys) <= _WHOLE:
-            return (
-                f"{self.name} is slower than the mma.sync rungs for sequences of at most {_WHOLE} queries "
-                "and keys"
-            )
+        if is_short(problem, device):
+            return f"{self.name} is slower than the mma.sync rungs for so few queries or keys"
         return super().unsuited(problem, device)
 
 
@@ -280,20 +260,11 @@ class WideHopperBackward(HopperKernel):
     """One whose warpgroups share keys, half as many; over head dim 256, with those of another block."""
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own, nor for few short sequences
-        under a mask.
-        """
+        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own, nor for short sequences."""
         if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
             return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
-        sequences = problem.packed_sequences
-        longest = ceil_div(max(problem.seqlen_q, problem.seqlen_k), sequences)
-        tiles = problem.batch // sequences * problem.heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
-        if problem.features.key_mask and longest <= _SHORT_UNDER_MASK and tiles <= device.sm_count:
-            return (
-                f"{self.name} is slower than the mma.sync rungs with a mask or mask_mod for "
-                f"{counted(tiles, 'tile')} of keys of sequences of at most {_SHORT_UNDER_MASK} queries and "
-                "keys"
-            )
+        if is_short_if_wide(problem, device):
+            return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
         return None
 
 
@@ -320,11 +291,17 @@ class PairHopperBackward(HopperKernel):
             return f"{self.name} needs two blocks where bwd_4_wgmma needs one"
         if problem.head_dim <= _PADDED_IN_PAIRS:
             return f"{self.name} is slower than bwd_5_wgmma_wide up to head dim {_PADDED_IN_PAIRS}"
+        if is_short_if_wide(problem, device):
+            return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
         narrow = problem.head_dim <= _NARROW_IN_PAIRS
         queries, keys = problem.seqlen_q // problem.packed_sequences, problem.mean_keys
+        idle_sms = problem.batch * problem.kv_heads <= device.sm_count
+        few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
+        if keys <= _PAIR_KEYS and (keys > _BLOCK_KEYS or idle_sms) and not few_in_window:
+            return None
         # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.
         padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
-        if padded or (narrow and queries <= _PAIR_KEYS):
+        if padded or queries <= (_PAIR_KEYS if narrow else _FEW_IN_PAIRS):
             return f"{self.name} is slower than bwd_5_wgmma_wide for so few queries or keys"
         if problem.features.windowed and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
             return f"{self.name} is slower than bwd_5_wgmma_wide in so narrow a window"

@@ -150,7 +150,7 @@ def attention(
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 for all
             on that side. With `causal`, right is 0.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        softcap: soft bound of the scores; 0 for none.
+        softcap: soft bound of the scores; 0 for none. In 8 or 16 bits at least 0.001.
         bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), float16, bfloat16,
             float32 or float64. Leading axes of length 1 may be left out. Unless q is float64, a float64 bias
             is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key

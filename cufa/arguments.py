@@ -61,6 +61,9 @@ _RANGES = {
     DTYPES[name]: (float(np.finfo(name).tiny), float(np.finfo(name).max) / 2)
     for name in ("float32", "float64")
 }
+# With inputs of at most so many bytes, a backward may recover a capped score from its probability and the
+# LSE, and divide what float32 leaves of it by the cap.
+_HALF_BYTES, _LEAST_SOFTCAP = 2, 1e-3
 
 _AXES = {
     "bshd": "(batch, seqlen, heads, head_dim)",
@@ -211,11 +214,12 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
     """Raise ValueError if scale, softcap or their quotient is out of range for the dtype of sums."""
-    least, most = _RANGES[problem.accumulator]
+    tiny, most = _RANGES[problem.accumulator]
     numbers = {"softmax_scale": softmax_scale, "softcap": softcap}
     if softcap:
         numbers["softmax_scale / softcap"] = softmax_scale / softcap
     for name, number in numbers.items():
+        least = _LEAST_SOFTCAP if name == "softcap" and problem.itemsize <= _HALF_BYTES else tiny
         if number != 0 and not least <= abs(number) <= most:
             raise ValueError(
                 f"{name} is {number}; for {problem.dtype} it must be 0 or from {least:.2g} to {most:.2g}"

@@ -215,12 +215,12 @@ def _quantize_on_gpu(
 
 
 def _check_reciprocals(descale: Any) -> None:
-    """Raise ValueError for a descale that has no reciprocal: up to 0, NaN, or too small."""
-    for sequence, kv_head in np.argwhere(~(descale >= _DESCALES.tiny))[:1]:
+    """Raise ValueError for a descale that is infinite or has no reciprocal: up to 0, NaN, or too small."""
+    for sequence, kv_head in np.argwhere(~((descale >= _DESCALES.tiny) & (descale < np.inf)))[:1]:
         value = descale[sequence, kv_head]
         raise ValueError(
             f"descale has {value} for sequence {sequence}, KV head {kv_head}; it must be at least "
-            f"{_DESCALES.tiny}"
+            f"{_DESCALES.tiny} and finite"
         )
 
 

@@ -943,6 +943,14 @@ def test_numbers_that_sums_do_not_have_are_refused(
     assert np.isfinite(cufa.attention(*wide, **options)).all()
 
 
+def test_softcaps_that_scores_in_16_bits_have_no_gradients_of_are_refused(rng: np.random.Generator) -> None:
+    q = rng.standard_normal((1, 5, 2, 16)).astype(np.float16)
+    message = "softcap is 0.0009; for float16 it must be 0 or from 0.001 to"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        cufa.attention(q, q, q, softcap=9e-4)
+    assert np.isfinite(cufa.attention(q, q, q, softcap=1e-3)).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype(np.float32)], ids=str)
 def test_a_plan_reads_no_more_than_shape_and_dtype(dtype: Any) -> None:
     described = SimpleNamespace(shape=[2, 5, 3, 16], dtype=dtype)

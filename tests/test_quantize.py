@@ -258,7 +258,7 @@ def test_attention_of_it(rng):
                 ValueError,
                 f"descale has {value} for sequence 1, KV head 2; it must be at least 1.17549",
             )
-            for value in (0.0, -2.0, np.nan, np.float32(1e-40))
+            for value in (0.0, -2.0, np.nan, np.inf, np.float32(1e-40))
         ),
         ({"out": np.zeros(SHAPE, np.uint8)}, TypeError, "out has dtype uint8; it must be float8_e4m3fn"),
         ({"out": np.zeros(SHAPE[1:], E4M3)}, ValueError, "out has shape (70, 6, 24); it must be (2, 70, 6"),

@@ -46,7 +46,9 @@ def merge(
 
     Args:
         out_a: (batch, seqlen, heads, value_dim), or (tokens, heads, value_dim) for packed sequences.
-        lse_a: the LSE of out_a, (batch, heads, seqlen) or (heads, tokens), as `attention` returns it.
+        lse_a: the LSE of out_a, (batch, heads, seqlen) or (heads, tokens), as `attention` returns it: to
+            base e. An LSE of FlashInfer, to base 2 and (tokens, heads), is to be multiplied by ln 2 and
+            transposed.
         out_b: as out_a; likewise lse_b.
         lse_b: as above.
         out: where to write the output, with its shape and dtype. It may be out_a or out_b, to merge in

@@ -1135,6 +1135,9 @@ def test_flash_attns_packed_queries_with_pages(rng):
         exact, exact_lse = cufa.attention(*of_one, causal=True, return_lse=True)
         close(out[begin:end], exact[0])
         close(lse[:, begin:end], exact_lse[0])
+    lengths = {"seqused_k": np.diff(key_ends), "block_table": table}  # as vLLM calls it
+    named = compat.flash_attn_varlen_func(tokens, *paged, cu_seqlens_q=ends, causal=True, **lengths)
+    np.testing.assert_array_equal(named, out)
 
 
 @pytest.mark.parametrize(

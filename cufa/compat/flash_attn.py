@@ -165,7 +165,7 @@ def flash_attn_varlen_func(
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,

@@ -109,7 +109,8 @@ class Case:
 
     Keys and values have `kv_dtype`, if not `dtype`; with `in_keys`, values are a view of the first columns of
     keys. `features` are those of tests/feature_cases.py and "dscore_mod"; `score_mod` and `mask_mod` are
-    names of functions above. What nobody sees is NaN with `hide_nan`. Arrays lie in other ways than
+    names of functions above. What nobody sees is NaN with `hide_nan`, and one element of the tensor
+    `with_nan` is, whoever sees it. Arrays lie in other ways than
     contiguous with `strided`, at addresses and with strides that are multiples of `align_bytes`, and are the
     same along an axis with `broadcast`. Some results and the workspace are the caller's memory with `given`.
     `on_gpu` is where arrays are, if a GPU computes. It or the emulator, which takes plans for `arch` with
@@ -139,6 +140,7 @@ class Case:
     mask_mod: str | None = None
     descales: bool = False
     hide_nan: bool = False
+    with_nan: str | None = None
     strided: bool = False
     align_bytes: int = MAX_ALIGN_BYTES
     broadcast: bool = False
@@ -273,6 +275,8 @@ def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
     while batch * heads * seqlen_q * seqlen_k > most:
         seqlen_q, seqlen_k = seqlen_q // 2, seqlen_k // 2
     sides = tuple(WINDOW_SIDES[i] for i in rng.integers(len(WINDOW_SIDES), size=2))
+    # The gradient of a sink multiplies dO of rows without keys by their output, which is 0.
+    tensors = ("q", "k", "v", *("dout",) * ("dsink" not in case.features))
     return replace(
         case,
         seed=int(rng.integers(2**31)),
@@ -285,6 +289,7 @@ def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
         logit_scale=float(rng.choice((1, 1, 4, 20))),
         softmax_scale=None if rng.random() < 0.8 else float(rng.choice((-0.1, 0.05, 0.3))),
         hide_nan=bool(rng.random() < 0.6),
+        with_nan=str(rng.choice(tensors)) if rng.random() < 0.15 else None,
         broadcast=bool(rng.random() < 0.1),
         given=bool(rng.random() < 0.4),
     )
@@ -376,6 +381,9 @@ class Built:
             self._repeat_some(rng)
         elif case.hide_nan:
             cases.hide_nan(self.drawn)
+        if case.with_nan is not None:
+            x = getattr(self.drawn.problem, case.with_nan)
+            x.flat[rng.integers(x.size, size=1 if x.size else 0)] = np.nan
         in_8_bits = "qkv" if case.kv_dtype is None else "kv"
         descales = [f"{name}_descale" for name in in_8_bits if case.descales and rng.random() < 0.7]
         for name in descales:

@@ -43,6 +43,7 @@ SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
 LATENT_RECORD = ROOT / "benchmarks" / "latent.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
+CHOICE_RECORD = ROOT / "benchmarks" / "choice.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
 WIDE_RECORD = ROOT / "benchmarks" / "wide.json"
 PACKED_RECORD = ROOT / "benchmarks" / "packed.json"
@@ -695,6 +696,30 @@ def bias(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def chosen_rungs(record: Row) -> str:
+    """How much longer than the fastest rung the chosen one takes."""
+    slower: dict[str, list[float]] = {}
+    for point in record["points"]:
+        ratio = point["seconds"][point["chosen"]] / min(point["seconds"].values())
+        slower.setdefault(point["direction"], []).append(ratio)
+    lines = [
+        (
+            direction,
+            str(len(ratios)),
+            f"{statistics.geometric_mean(ratios):.3f}",
+            f"{statistics.quantiles(ratios, n=20)[-1]:.2f}",
+            f"{max(ratios):.2f}",
+        )
+        for direction, ratios in slower.items()
+    ]
+    header = ("direction", "calls", "geometric mean", "95 % are below", "most")
+    caption = (
+        f"In {record['dtype']}. Measured on an {record['gpu']}, driver {record['driver']}, "
+        f"{record['date']}, by `scripts/bench_choice.py` ([choice.json](choice.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
 def times_in_mean(peer: str, points: Sequence[Row]) -> str:
     """The mean of how many times as fast as a peer each direction is."""
     told = (
@@ -1096,6 +1121,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "latent": (latent, (LATENT_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
         "bias": (bias, (BIAS_RECORD,)),
+        "choice": (chosen_rungs, (CHOICE_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
         "wide": (wide, (WIDE_RECORD,)),
         "packed": (packed, (PACKED_RECORD,)),

@@ -353,6 +353,31 @@ def test_bias_of_any_dtype(rng, kernel, dim, dtype):
         assert_attention(*found, case.problem, **case.forward)
 
 
+@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dim"),
+    [
+        ("bwd_2_flash_v2", "float64", 24),
+        ("bwd_3_mma", "float16", 24),
+        ("bwd_3_mma", "float32", 40),
+        ("bwd_4_wgmma", "bfloat16", 64),
+        ("bwd_5_wgmma_wide", "float16", 192),
+        ("bwd_6_float32", "float32", 64),
+        ("bwd_7_float32_wide", "float32", 192),
+        ("bwd_8_wgmma_pair", "bfloat16", 192),
+    ],
+)
+def test_nan_of_queries_reaches_no_key_that_is_not_used(rng, kernel, dtype, dim, packed, name):
+    features = ["seqused_k", "packed"] if packed else ["seqused_k"]
+    sizes = {"seqlen_q": 40, "seqlen_k": 150, "batch": 2, "head_dim": dim, "head_dim_v": dim, **HEADS}
+    case = draw_case(rng, dtype, features, **sizes)
+    case.arrays["seqused_k"][:] = 5, 70
+    x = getattr(case.problem, name)
+    x.reshape(-1, *x.shape[-2:])[len(x) // 2 if packed else 7, 1, 3] = np.nan
+    assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+
+
 def gradients_of(kernel, case, *, device=DEVICE, **options):
     """Those of a kernel, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name

@@ -82,6 +82,7 @@ struct KeyGradients {
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
         const Place place(ptx::anew(threadIdx.x));  // recomputed, so that no register keeps it
+        clear_unused(place, own);
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -95,8 +96,9 @@ struct KeyGradients {
 
     // Writes dK and dV to the workspace, as a part of the heads.
     __device__ void write_part(const KeySums& sums, const BackwardParams& params,
-                               const KeyTile& own) const {
+                               const KeyTile& own) {
         const Place place;
+        clear_unused(place, own);
         const int end = end_of_keys(params, own.sequence);
         const int first = sums.first_row(own.sequence.batch, own.sequence.first_k);
 #pragma unroll
@@ -113,6 +115,24 @@ struct KeyGradients {
     }
 
   private:
+    // Keys that are not used have no gradients, even if there is NaN in queries.
+    __device__ void clear_unused(const Place& place, const KeyTile& own) {
+        if constexpr (!kUsedKeys) return;
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (own.first_key + place.row(m, half) < own.sequence.seqlen_k) continue;
+                clear_rows(dk[m], half);
+                clear_rows(dv[m], half);
+            }
+    }
+    template <int Count>
+    __device__ static void clear_rows(Fragment (&sums)[Count], int half) {
+#pragma unroll
+        for (Fragment& sum : sums) sum[2 * half] = sum[2 * half + 1] = 0;
+    }
+
     // Whether elements that depend on distances alone get sums of diagonals. These are sums of dS,
     // which must be the gradient of the new scores.
     static constexpr bool kSumsDiagonals =
@@ -306,13 +326,16 @@ __device__ inline QueryHead query_head_of_block(const BackwardParams& params, in
 // Sets rows [first, end) of dQ to zero: they see no key.
 __device__ inline void clear_query_gradients(const QueryHead& head, int first, int end) {
     constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>, kRowChunks = kHeadDim / kChunk;
+    constexpr int kRowsAtOnce = 1 << 14;  // whose chunks 32 bits can count
     const Sequence sequence(head.params, head.rules.batch);
     const auto dq = sequence.queries<scalar_t>(head.params.dq, head.rules.head);
-    const long long chunks = static_cast<long long>(end - first) * kRowChunks;
+    do {
 #pragma unroll 1
-    for (long long i = threadIdx.x; i < chunks; i += kThreads)
-        *reinterpret_cast<Pack<scalar_t, kChunk>*>(
-            dq.row(first + static_cast<int>(i / kRowChunks)) + i % kRowChunks * kChunk) = {};
+        for (int i = threadIdx.x; i < min(end - first, kRowsAtOnce) * kRowChunks; i += kThreads)
+            *reinterpret_cast<Pack<scalar_t, kChunk>*>(dq.row(first + i / kRowChunks) +
+                                                       i % kRowChunks * kChunk) = {};
+        first += kRowsAtOnce;
+    } while (first < end);
 }
 
 // Of a block's keys: dK and dV, and what they add to dQ.

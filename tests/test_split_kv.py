@@ -11,7 +11,7 @@ from cufa.device import Device
 from cufa.plan import make_plan
 from cufa.plan.split_kv import price
 from cufa.problem import FLOAT8, Features, Problem
-from cufa.score_mod import ScoreMod
+from cufa.score_mod import MaskMod, ScoreMod
 
 KERNEL = "fwd_8_split_kv"
 H200 = Device.of("sm_90a")
@@ -21,6 +21,9 @@ DECODING = Problem("forward", "bfloat16", 1, 1, 8192, 32, 8, 128, 128)
 ADDS_DISTANCES = ScoreMod(
     lambda score, b, h, q_idx, kv_idx, table: score + table[h, q_idx - kv_idx + 8191], np.zeros((32, 8192))
 ).written.with_adjacent({"score_mod[0]"})
+
+
+NEAR = MaskMod(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= 64)
 
 
 def plan_of(problem, arch="sm_90a", **tiles):
@@ -91,6 +94,8 @@ def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, querie
         ((8, 32, 2048, 64, 8, 256), {"dropout": True}, "fwd_5_mma"),
         ((8, 256, 2048, 8, 8, 128), {"window": (64, 0)}, "fwd_6_wgmma"),
         ((64, 2, 65536, 4, 1, 32), {"window": (256, 0)}, KERNEL),
+        ((4, 64, 65536, 16, 4, 64), {"mask_mod": NEAR.written}, "fwd_6_wgmma"),
+        ((4, 32, 128, 4, 4, 64), {"mask": (1, 1, 32, 128)}, KERNEL),
     ],
 )
 def test_features_decide_which_rung_is_the_cheapest(sizes, features, kernel):

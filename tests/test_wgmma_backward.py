@@ -315,7 +315,7 @@ def test_two_blocks_share_wide_heads():
         (problem(192, 128), "where bwd_4_wgmma needs one"),
         (problem(128, 256), "up to head dim 128"),
         *((problem(256, seqlen=length), "for so few queries or keys") for length in (150, 192)),
-        (problem(256, seqlen=64, batch=67), "for so few queries or keys"),
+        (problem(192, seqlen=64, batch=67), "for so few queries or keys"),
         (replace(problem(256), seqlen_q=64), "for so few queries or keys"),
         (replace(problem(192), seqlen_q=128), "for so few queries or keys"),
         (problem(192, seqlen=32), "slower than the mma.sync rungs"),
@@ -373,7 +373,7 @@ def test_few_short_sequences_under_a_mask_have_another():
     assert "for so few queries and keys" in KERNELS[WIDE].unsuited(masked, H200)
     for other in (
         replace(masked, batch=34),
-        replace(masked, seqlen_k=65),
+        replace(masked, seqlen_k=81),
     ):
         assert best_kernel(other, H200).name == WIDE
     assert best_kernel(replace(masked, features=Features()), H200).name == PAIR
@@ -522,7 +522,7 @@ def test_packed_sequences_add_as_batches_of_their_mean_length(head_dim, causal, 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "most", "alone"), [(64, 128, True), (64, 129, False), (128, 0, True), (256, 64, True)]
+    ("head_dim", "most", "alone"), [(64, 128, True), (64, 129, False), (128, 100, True), (256, 64, True)]
 )
 def test_packed_sequences_of_few_keys_are_a_blocks_alone(head_dim, most, alone):
     """As far as the caller says: parts of rows, which may then not be apart, are not there."""
@@ -722,7 +722,8 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
     [
         (problem(64, batch=1, seqlen=64), "bwd_3_mma"),
         (problem(64, batch=1024, seqlen=65), NARROW),
-        (replace(problem(64, batch=1, seqlen=64), seqlen_q=65), NARROW),
+        (replace(problem(64, batch=1, seqlen=64), seqlen_q=129), NARROW),
+        (replace(problem(64, batch=67, seqlen=64), seqlen_q=129), "bwd_3_mma"),
         (problem(136, batch=1024, seqlen=64), WIDE),
         (replace(problem(64, batch=1, seqlen=64), features=Features(mask=(1, 1, 1, 64))), "bwd_3_mma"),
         *[
@@ -751,7 +752,11 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
         ((16, 77, 77, 4, 1, 128), False, NARROW),
         ((4, 16, 4096, 2, 2, 64), False, "bwd_3_mma"),
         ((32, 100, 4096, 8, 8, 64), False, NARROW),
+        ((128, 256, 64, 32, 16, 64), False, "bwd_3_mma"),
+        ((2, 512, 64, 16, 16, 128), False, NARROW),
+        ((128, 128, 128, 16, 16, 32), False, NARROW),
         ((64, 16, 16, 4, 4, 192), False, "bwd_3_mma"),
+        ((128, 64, 64, 32, 8, 256), False, PAIR),
         ((8, 48, 77, 4, 4, 256), False, PAIR),
         ((4, 48, 4096, 8, 8, 256), False, WIDE),
     ],

@@ -34,9 +34,10 @@ _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
 # to how many half of its dQ is padding.
 _PAIR_KEYS, _LEAST_IN_PAIRS, _PADDED_IN_PAIRS = 128, 65, 128
 # Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
-# keys; above, for how few queries, and up to how many keys that a row sees in a window. With no more keys
-# than a pair has, it is slower only for few queries in a window or, of half as many keys, if no SM is idle.
-_NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS = 192, 64, 512
+# keys; above, for how few queries, and up to how many keys that a row sees in a window. A window must hide
+# most keys: a row has so many times as many as it sees. With no more keys than a pair has, a pair is slower
+# only for few queries in a window and, with few head dims, for half as many keys if no SM is idle.
+_NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS, _HIDDEN_BY_WINDOW = 192, 64, 512, 4
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Columns of a key in 8 bits that a lane loads at once.
@@ -295,15 +296,16 @@ class PairHopperBackward(HopperKernel):
             return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
         narrow = problem.head_dim <= _NARROW_IN_PAIRS
         queries, keys = problem.seqlen_q // problem.packed_sequences, problem.mean_keys
-        idle_sms = problem.batch * problem.kv_heads <= device.sm_count
+        half_idle = keys <= _BLOCK_KEYS and narrow and problem.batch * problem.kv_heads > device.sm_count
         few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
-        if keys <= _PAIR_KEYS and (keys > _BLOCK_KEYS or idle_sms) and not few_in_window:
+        if keys <= _PAIR_KEYS and not half_idle and not few_in_window:
             return None
         # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.
         padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
         if padded or queries <= (_PAIR_KEYS if narrow else _FEW_IN_PAIRS):
             return f"{self.name} is slower than bwd_5_wgmma_wide for so few queries or keys"
-        if problem.features.windowed and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
+        hides_most = problem.features.windowed and _HIDDEN_BY_WINDOW * problem.seen_keys <= keys
+        if hides_most and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
             return f"{self.name} is slower than bwd_5_wgmma_wide in so narrow a window"
         return None
 

@@ -14,18 +14,20 @@ from cufa.rounding import ceil_div
 _NARROW = 128
 # Many short sequences: up to how many queries and keys, and how many heads of such ones for each SM.
 _SHORT, _MANY_HEADS = 32, 8
-# Blocks that have all keys of a KV head: up to how many keys; up to how many queries and keys in any case; up
-# to how many rows, which are the queries of all heads that share the keys, if the call has a mask or a
-# mask_mod; and by the most head dims, up to how many rows if no SM has two blocks. With the fewest head dims,
-# an SM may have several. Up to so many head dims, and so few queries, too.
-_WHOLE_KEYS, _WHOLE, _WHOLE_ROWS_UNDER_MASK = 128, 64, 256
-_WHOLE_ROWS = {32: 320, 64: 128, _NARROW: 96}
-_FEW_QUERIES, _FEW_QUERIES_HEAD_DIM = 32, 64
-# Few rows with any number of keys: up to how many head dims, rows, and tiles of so many keys for each SM.
+# Blocks that have all keys of a KV head: up to how many keys. Rows are the queries of all heads that share
+# these. Up to how many rows they are faster with few keys, where twice as many do if no SM is idle; and under
+# a mask or a mask_mod with more keys.
+_WHOLE_KEYS, _FEW_KEYS, _ROWS_OF_FEW_KEYS, _ROWS_UNDER_MASK = 128, 64, 256, 256
+# With more keys, by the most head dims: up to how many rows, if an SM has at most so many blocks, and up to
+# how many queries with any number of blocks.
+_ROWS, _BLOCKS_OF_SM = {32: 320, 64: 128, _NARROW: 96}, {32: 4, 64: 1, _NARROW: 1}
+_FEW_QUERIES = {32: 64, 64: 32, _NARROW: 0}
+# Few rows with any number of keys: up to how many head dims and rows; and without a score_mod, which would be
+# computed for rows that do not exist, how many tiles of so many keys for each SM.
 _FEW_ROWS_HEAD_DIM, _FEW_ROWS, _TILE_KEYS, _TILES_OF_SM = 64, 64, 128, 2
-# Wide heads, up to how many dims: up to how many queries and keys; and if the call has a mask or a mask_mod,
-# as long as query heads have no more tiles of so many keys than there are SMs.
-_WIDE, _SHORT_IF_WIDE, _SHORT_IF_WIDE_UNDER_MASK, _WIDE_TILE_KEYS = 256, 32, 64, 64
+# Wide heads, up to how many dims: up to how many queries and keys; and if the call has a mask, a bias or a
+# function, as long as query heads have no more tiles of so many keys than there are SMs.
+_WIDE, _SHORT_IF_WIDE, _SHORT_IF_SHAPED, _WIDE_TILE_KEYS = 256, 32, 80, 64
 
 
 def is_short(problem: Problem, device: Device) -> bool:
@@ -40,8 +42,9 @@ def is_short_if_wide(problem: Problem, device: Device) -> bool:
     longest = max(_queries(problem), _keys(problem))
     sequences = problem.batch // problem.packed_sequences
     tiles = sequences * problem.heads * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
-    few_under_mask = problem.features.key_mask and tiles <= device.sm_count
-    most = _SHORT_IF_WIDE_UNDER_MASK if few_under_mask else _SHORT_IF_WIDE
+    features = problem.features
+    shaped = features.key_mask or features.bias is not None or features.score_mod is not None
+    most = _SHORT_IF_SHAPED if shaped and tiles <= device.sm_count else _SHORT_IF_WIDE
     return longest <= most and _dims(problem) <= _WIDE
 
 
@@ -53,23 +56,25 @@ def _are_many(problem: Problem, device: Device) -> bool:
 
 def _is_whole(problem: Problem, device: Device) -> bool:
     """Whether blocks should have all keys of a KV head, and so dQ to themselves."""
-    queries, keys, dims = _queries(problem), problem.longest_keys, _dims(problem)
+    queries, keys = _queries(problem), problem.longest_keys
     if keys > _WHOLE_KEYS:
         return False
-    rows = queries * problem.group
-    if max(queries, keys) <= _WHOLE or (problem.features.key_mask and rows <= _WHOLE_ROWS_UNDER_MASK):
+    rows, blocks_of_sm = queries * problem.group, problem.batch * problem.kv_heads / device.sm_count
+    if keys <= _FEW_KEYS and rows <= _ROWS_OF_FEW_KEYS * (1 if blocks_of_sm < 1 else 2):
         return True
-    if queries <= _FEW_QUERIES and dims <= _FEW_QUERIES_HEAD_DIM:
+    if problem.features.key_mask and rows <= _ROWS_UNDER_MASK:
         return True
-    has_sm_to_itself = dims <= min(_WHOLE_ROWS) or problem.batch * problem.kv_heads <= device.sm_count
-    return has_sm_to_itself and rows <= next(most for limit, most in _WHOLE_ROWS.items() if dims <= limit)
+    dims = next(limit for limit in _ROWS if _dims(problem) <= limit)
+    return queries <= _FEW_QUERIES[dims] or (blocks_of_sm <= _BLOCKS_OF_SM[dims] and rows <= _ROWS[dims])
 
 
 def _has_few_rows(problem: Problem, device: Device) -> bool:
     """Whether rows are few; never if packed, as it is not known that no sequence has more."""
+    if problem.features.packed or _dims(problem) > _FEW_ROWS_HEAD_DIM:
+        return False
     tiles = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, _TILE_KEYS)
-    few = problem.seqlen_q * problem.group <= _FEW_ROWS and tiles <= _TILES_OF_SM * device.sm_count
-    return few and not problem.features.packed and _dims(problem) <= _FEW_ROWS_HEAD_DIM
+    few_tiles = problem.features.score_mod is not None or tiles <= _TILES_OF_SM * device.sm_count
+    return few_tiles and problem.seqlen_q * problem.group <= _FEW_ROWS
 
 
 def _queries(problem: Problem) -> int:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
-from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time
+from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time, with_features
 from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -295,7 +295,8 @@ def price(problem: Problem, device: Device) -> float:
     row_time = ROW_TIME * max(1, dims / ROW_DIMS)
     block_work = tiles.block_m * row_time + key_tiles * tile_work
     of_all = query_tiles(problem, tiles) * block_work / device.sm_count
-    return (START + max(of_block, of_all, memory_time(problem, device))) / 1000
+    computing = with_features(problem, max(of_block, of_all))
+    return (START + max(computing, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache

@@ -30,6 +30,9 @@ T = TypeVar("T", bound=PersistentTiles)
 
 # An SM's share of an H200's memory bandwidth.
 BYTES_PER_NS = 32.7
+# What a bias costs, and the nanoseconds of the launch that finds out what a mask shows of tiles, measured on
+# an H200; and how much of all scores a mask_mod is expected to show.
+BIAS_COST, SEEN_TIME, MASK_MOD_SHARE = 1.3, 3000, 0.35
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,16 @@ def keys_of_longest(problem: Problem, tiles: TileSizes) -> float:
 def _edges(problem: Problem) -> int:
     """The number of edges of what rows see, if there are any."""
     return 2 if problem.features.windowed else 1
+
+
+def with_features(problem: Problem, time: float) -> float:
+    """The time of a kernel that skips tiles of which nothing is seen, with what a bias or a mask adds."""
+    features = problem.features
+    if features.bias is not None:
+        time *= BIAS_COST
+    if features.mask_mod is not None:
+        time *= MASK_MOD_SHARE
+    return time + SEEN_TIME * features.key_mask
 
 
 def memory_time(problem: Problem, device: Device) -> float:

@@ -19,7 +19,7 @@ from cufa.plan.hopper import (
     has_bias_boxes,
     panel_tile_bytes,
 )
-from cufa.plan.pace import is_cut, memory_time
+from cufa.plan.pace import is_cut, memory_time, with_features
 from cufa.plan.parting import merging_time
 from cufa.plan.persistent import (
     CUT_START,
@@ -47,6 +47,7 @@ DROPOUT_COST = 1.5
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     tiles, least = fastest_tiles(problem, device, frozenset())
+    least = with_features(problem, least)
     if problem.features.dropout:
         least *= DROPOUT_COST
     start = CUT_START if is_cut(problem) else START

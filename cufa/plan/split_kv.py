@@ -73,6 +73,8 @@ SAVED_OF_LONGEST = 0.4
 SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
 # A bias takes an SM these nanoseconds for each score of a tile, with those of rows that do not exist.
 BIAS_TIME = 0.3
+# The nanoseconds that windows cost which end at other keys for each of many queries.
+WINDOW_TIME = 3000
 # With half of the SMs, a lone block of twice as many warps on an SM reads this many bytes in a nanosecond.
 # Each tile costs it these nanoseconds besides.
 LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
@@ -266,9 +268,12 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
         least, _ = _least_time(problem, tiles, device)
         row_blocks = _row_blocks(problem, tiles.block_m)
         rounds = ceil_div(row_blocks, device.sm_count)
-        scores = row_blocks * tiles.block_m * problem.visible_keys if problem.features.bias else 0
+        biased = problem.features.bias is not None
+        scores = row_blocks * tiles.block_m * problem.visible_keys if biased else 0
         shaping = scores / device.sm_count * BIAS_TIME
-        return START + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME + shaping
+        many_windows = problem.features.windowed and problem.seqlen_q >= FEW_ROWS[0]
+        start = START + WINDOW_TIME * many_windows
+        return start + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME + shaping
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
     least = min(map(time, tiles))

@@ -82,7 +82,7 @@ struct KeyGradients {
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
         const Place place(ptx::anew(threadIdx.x));  // recomputed, so that no register keeps it
-        clear_unused(place, own);
+        if constexpr (kUsedKeys) clear_unused(place, own);
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -98,7 +98,7 @@ struct KeyGradients {
     __device__ void write_part(const KeySums& sums, const BackwardParams& params,
                                const KeyTile& own) {
         const Place place;
-        clear_unused(place, own);
+        if constexpr (kUsedKeys) clear_unused(place, own);
         const int end = end_of_keys(params, own.sequence);
         const int first = sums.first_row(own.sequence.batch, own.sequence.first_k);
 #pragma unroll
@@ -117,7 +117,6 @@ struct KeyGradients {
   private:
     // Keys that are not used have no gradients, even if there is NaN in queries.
     __device__ void clear_unused(const Place& place, const KeyTile& own) {
-        if constexpr (!kUsedKeys) return;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll

@@ -27,8 +27,9 @@ GPU_LENGTHS = (
 # Of keys, beside few queries.
 FEW_QUERIES, CACHES = 17, (1000, 1999, 2500, 5000)
 BATCHES, GPU_BATCHES = (0, 1, 2, 3, 5), (0, 1, 2, 3, 5, 17, 40)
-# Of all together there are no more, so that float64, or the emulator, is no matter of seconds.
-MAX_SCORES, EMULATED_SCORES = 1_500_000, 50_000
+# Of all together there are no more, so that float64, or the emulator, is no matter of seconds. With more head
+# dims than these, the emulator gets fewer.
+MAX_SCORES, EMULATED_SCORES, EMULATED_HEAD_DIM = 1_500_000, 50_000, 128
 HEAD_DIMS = (1, 2, 3, 5, 7, 8, 13, 16, 24, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 128)
 WIDE_HEAD_DIMS = (129, 136, 160, 192, 200, 248, 256)
 WIDEST_HEAD_DIMS = (257, 320, 384, 512, 576)
@@ -271,7 +272,9 @@ def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
     seqlen_q, seqlen_k = (int(length) for length in rng.choice(GPU_LENGTHS if by_kernels else LENGTHS, 2))
     if by_kernels and seqlen_q <= FEW_QUERIES and rng.random() < 0.5:
         seqlen_k = int(rng.choice(CACHES))
-    most = EMULATED_SCORES if case.backend == "emulator" else MAX_SCORES
+    most = MAX_SCORES
+    if case.backend == "emulator":
+        most = EMULATED_SCORES * EMULATED_HEAD_DIM // max(case.head_dim, EMULATED_HEAD_DIM)
     while batch * heads * seqlen_q * seqlen_k > most:
         seqlen_q, seqlen_k = seqlen_q // 2, seqlen_k // 2
     sides = tuple(WINDOW_SIDES[i] for i in rng.integers(len(WINDOW_SIDES), size=2))

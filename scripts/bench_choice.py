@@ -7,8 +7,7 @@ cache.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
@@ -24,7 +23,6 @@ from rich.console import Console
 from rich.progress import track
 
 import cufa
-from cufa import jit
 from cufa.kernels import KERNELS
 from cufa.plan import Plan
 from cufa.problem import Direction
@@ -162,12 +160,6 @@ def plans_of(drawn: Drawn, numbers: Numbers) -> dict[str, Plan]:
     return plans
 
 
-def launched_in(plan: Plan | None) -> Iterator[jit.Variant]:
-    while plan is not None:
-        yield plan.variant
-        plan = plan.beside
-
-
 def seconds_of(drawn: Drawn, names: list[str], numbers: Numbers) -> dict[str, float]:
     """The time of each rung."""
     tensors, options = arguments_of(drawn, numbers)
@@ -193,9 +185,9 @@ def main(calls: int, seed: int) -> None:
     rng, numbers = np.random.default_rng(seed), Numbers()
     drawn = [draw(rng, direction) for _ in range(calls) for direction in BOTH]
     plans = [plans_of(each, numbers) for each in drawn]
-    variants = {variant for each in plans for plan in each.values() for variant in launched_in(plan)}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(jit.build, variants))
+    bench_peers.build_all(
+        part.variant for each in plans for plan in each.values() for part in plan.and_beside
+    )
     points: list[dict[str, Any]] = []
     tracked = track(drawn, console=Console(stderr=True), transient=True)
     for done, (each, names) in enumerate(zip(tracked, map(list, plans), strict=True), 1):

@@ -72,13 +72,17 @@ def require_gpu() -> None:
 
 def compile_ahead(problems: Iterable[Problem]) -> None:
     """Compile the kernels for these on all cores, instead of each when it is first called."""
-    variants = {
+    build_all(
         make_plan(replace(problem, direction=direction), device.current()).variant
         for problem in problems
         for direction in BOTH
-    }
+    )
+
+
+def build_all(variants: Iterable[jit.Variant]) -> None:
+    """Compile these on all cores, each once."""
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(jit.build, variants):
+        for _ in pool.map(jit.build, set(variants)):
             pass
 
 

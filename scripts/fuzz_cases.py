@@ -111,9 +111,9 @@ class Case:
     Keys and values have `kv_dtype`, if not `dtype`; with `in_keys`, values are a view of the first columns of
     keys. `features` are those of tests/feature_cases.py and "dscore_mod"; `score_mod` and `mask_mod` are
     names of functions above. What nobody sees is NaN with `hide_nan`, and one element of the tensor
-    `with_nan` is, whoever sees it. Arrays lie in other ways than
-    contiguous with `strided`, at addresses and with strides that are multiples of `align_bytes`, and are the
-    same along an axis with `broadcast`. Some results and the workspace are the caller's memory with `given`.
+    `with_nan` is, whoever sees it. Arrays lie in other ways than contiguous with `strided`, at addresses and
+    with strides that are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some
+    results and the workspace are the caller's memory with `given`.
     `on_gpu` is where arrays are, if a GPU computes. It or the emulator, which takes plans for `arch` with
     `sm_count` SMs, does so by these rungs and their tiles.
     """

@@ -2,10 +2,10 @@
 
 import ctypes
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from first_calls import failing_meanwhile
 
 from cufa import driver
 
@@ -67,20 +67,17 @@ def test_a_refusal_has_the_driver_s_name(monkeypatch):
 
 def test_threads_wait_while_one_loads_the_driver(monkeypatch):
     """In some versions of the bindings, other calls fail during the first one."""
-    first, loaded, start = threading.Lock(), threading.Event(), threading.Barrier(4)
+    start, loaded = threading.Barrier(4), threading.Event()
 
-    def version():
-        if first.acquire(blocking=False):
-            time.sleep(0.1)
-            loaded.set()
-        if not loaded.is_set():
-            raise RuntimeError('Function "cuDriverGetVersion" not found')
+    def load():
+        loaded.set()
         return bindings.CUresult.CUDA_SUCCESS, 13000
 
     def load_at_once(_):
         start.wait(timeout=10)
         return driver._bindings() is bindings and loaded.is_set()
 
+    version = failing_meanwhile(load, "cuDriverGetVersion")
     monkeypatch.setattr(bindings, "cuDriverGetVersion", version)
     driver._bindings.cache_clear()
     with ThreadPoolExecutor(4) as pool:

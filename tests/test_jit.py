@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from first_calls import failing_meanwhile
 from forks import in_child
 from gpu_calls import skip_unless_the_driver_reads_ptx
 
@@ -567,16 +568,7 @@ def test_threads_wait_while_one_loads_nvrtc(monkeypatch):
     """In some versions of the binding, other calls fail during the first one."""
     from cuda.bindings import nvrtc
 
-    genuine, first, loaded = nvrtc.nvrtcVersion, threading.Lock(), threading.Event()
-    start = threading.Barrier(4)
-
-    def version():
-        if first.acquire(blocking=False):
-            time.sleep(0.1)
-            loaded.set()
-        if not loaded.is_set():
-            raise RuntimeError('Function "nvrtcVersion" not found')
-        return genuine()
+    version, start = failing_meanwhile(nvrtc.nvrtcVersion, "nvrtcVersion"), threading.Barrier(4)
 
     def load_at_once():
         start.wait(timeout=10)

@@ -14,15 +14,18 @@ __device__ inline bool shows_all(Word word) {
     return Word((word - kLowest) & ~word & kHighest) == 0;  // no byte is 0
 }
 
-// What a warp has found so far. It stops once it has found both seen and unseen keys, so a mask
-// without structure is cheap to inspect.
+// What a warp has found of a tile so far. It stops once it has found both seen and unseen keys, so
+// a mask without structure is cheap to inspect.
 struct FoundKeys {
     bool some = false, all = true;
 
+    __device__ void add(bool shows_some, bool shows_all) {
+        some |= shows_some;
+        all &= shows_all;
+    }
     template <class Word>
     __device__ void add(Word word) {
-        some |= word != 0;
-        all &= shows_all(word);
+        add(word != 0, shows_all(word));
     }
     __device__ void join_lanes() {
         some = __any_sync(0xffffffffu, some);
@@ -107,7 +110,7 @@ __device__ inline SeenPart part_of_mask(const ScoreRules& rules, int first_row, 
 // changes nothing.
 template <int Rows, int Keys>
 __device__ inline SeenPart part_of_function(const ScoreRules& rules, int first_row, int first_key) {
-    bool some = false, all = true;
+    FoundKeys found;
     // A lane has the same keys in all rows, so what depends on a key or a row is reused.
 #pragma unroll 4
     for (int row = first_row; row < first_row + Rows; ++row)
@@ -116,10 +119,8 @@ __device__ inline SeenPart part_of_function(const ScoreRules& rules, int first_r
             const int in_tile = key + threadIdx.x % 32;
             if (Keys % 32 != 0 && in_tile >= Keys) continue;
             const bool shown = rules.function_shows(row, first_key + in_tile);
-            some |= shown;
-            all &= shown;
+            found.add(shown, shown);
         }
-    some = __any_sync(0xffffffffu, some);
-    all = __all_sync(0xffffffffu, all);
-    return all ? kAll : some ? kSome : kNone;
+    found.join_lanes();
+    return found.part();
 }

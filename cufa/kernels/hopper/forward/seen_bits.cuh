@@ -106,20 +106,16 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
     __syncwarp();
     // What is seen of the tile is read from the words, so nothing is summed per score.
     constexpr int kWords = Keys / kWordKeys;
-    bool some = false, all = true;
+    FoundKeys found;
 #pragma unroll
     for (int row = threadIdx.x % 32; row < Rows; row += 32) {
         RowBits<kWords> words;
         words.load(bits + row * kWords);
 #pragma unroll
-        for (const unsigned int word : words.of) {
-            some |= word != 0;
-            all &= word == ~0u;
-        }
+        for (const unsigned int word : words.of) found.add(word != 0, word == ~0u);
     }
-    some = __any_sync(0xffffffffu, some);
-    all = __all_sync(0xffffffffu, all);
-    return all ? kAll : some ? kSome : kNone;
+    found.join_lanes();
+    return found.part();
 }
 
 // The bits of a thread's Count scores, which are in two rows, 8 apart.

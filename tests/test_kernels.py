@@ -1,14 +1,16 @@
 """Every kernel compiles for each kind of arch that it claims, and the plan's figures are its own."""
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import machine_code
 import pytest
 from rungs import best_kernel
 
-from cufa import jit
+from cufa import jit, kernels
 from cufa.device import KNOWN, Device
 from cufa.kernels import KERNELS, kernel_named
 from cufa.plan import make_plan
@@ -16,6 +18,11 @@ from cufa.plan.companions import softmax_launches
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
 from cufa.problem import DTYPES, Features, Problem
 from cufa.rounding import ceil_div
+
+FOLDER = Path(kernels.__file__).parent
+GUIDE = (FOLDER / "README.md").read_text()
+# The rows of its table of rungs: the rung, the rung that it changes, the headers to read with it.
+GUIDE_ROWS = re.findall(r"^\| `(\w+)` \| (.*) \| .* \| (.*) \|$", GUIDE.split("##")[0], re.MULTILINE)
 
 # From which compute capabilities on the kernels' code has other instructions.
 OTHER_INSTRUCTIONS = [(8, 0), (8, 9), (9, 0), (10, 0)]
@@ -85,6 +92,30 @@ def shared_out_variants(name):
     return shares
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_its_entries_are_in_the_order_of_their_launches(name):
+    source = (FOLDER / KERNELS[name].source).read_text()
+    entries = re.findall(
+        r'^extern "C" __global__ [^;{]*?\b(\w+)\(const __grid_constant__', source, re.MULTILINE
+    )
+    assert tuple(entries) == KERNELS[name].entries
+
+
+def test_the_guide_says_which_rung_each_changes():
+    assert [name for name, _, _ in GUIDE_ROWS] == list(KERNELS)
+    for name, changed, _ in GUIDE_ROWS:
+        source = (FOLDER / KERNELS[name].source).read_text()
+        in_comment = re.findall(r"^// Change from (\w+):", source, re.MULTILINE)
+        assert [kernel_named(each).name for each in re.findall(r"`(\w+)`", changed)] == in_comment
+
+
+def test_the_guide_names_all_headers_that_are_parts_of_one_rung():
+    for name, _, to_read in GUIDE_ROWS:
+        numbered = "_".join(name.split("_")[:2])
+        parts = {path.name for path in FOLDER.rglob(f"{numbered}_*.cuh")}
+        assert parts <= set(re.findall(r"`(\w+\.cuh)`", to_read))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in KERNELS for arch in archs_of(name)])
 def test_compiles_for_its_archs(name, arch):
@@ -96,7 +127,8 @@ def test_compiles_for_its_archs(name, arch):
         build = jit.build(plan.variant)
         assert build.arch == device.arch
         assert set(build.resources) == set(KERNELS[name].entries)
-        assert {launch.entry for launch in plan.launches} <= set(build.resources)
+        launched = [launch.entry for launch in plan.launches]
+        assert launched == [entry for entry in KERNELS[name].entries if entry in launched]
         assert not [line for line in build.warnings if "spill" not in line]
         for launch in plan.launches:
             resources = build.resources[launch.entry]

@@ -34,18 +34,6 @@
 #include "mma/bwd_3_queries.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    row_sums(const __grid_constant__ BackwardParams params) {
-    const Workspace workspace(params);
-    if constexpr (kKeepsStats) write_row_stats<kThreads>(params, workspace.stats);
-    const long long row = warp_of_grid<kThreads>();
-    if (kSharesQueries && row < DqSums::rows(params.sizes)) {
-        DqSums::clear_row(workspace.dq, row);
-    }
-    if constexpr (kArrayGradients)
-        clear_sums<kThreads>(workspace.arrays, array_sums(params.features));
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
     seen_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kSkipsTiles) {
         const Workspace workspace(params);
@@ -57,6 +45,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             SeenOfQueries::find(workspace.seen_of_queries(params), params, tile - of_keys);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    row_sums(const __grid_constant__ BackwardParams params) {
+    const Workspace workspace(params);
+    if constexpr (kKeepsStats) write_row_stats<kThreads>(params, workspace.stats);
+    const long long row = warp_of_grid<kThreads>();
+    if (kSharesQueries && row < DqSums::rows(params.sizes)) {
+        DqSums::clear_row(workspace.dq, row);
+    }
+    if constexpr (kArrayGradients)
+        clear_sums<kThreads>(workspace.arrays, array_sums(params.features));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)

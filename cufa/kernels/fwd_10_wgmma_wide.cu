@@ -131,13 +131,6 @@ __device__ inline void bring(Smem& smem, const Params& params) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksPerSm)
-    merge_parts(const __grid_constant__ Params params) {
-    merge_parts_of_tiles<kOwnCols, out_t>(params, [&](const WorkTile& work) {
-        return output_scale_of(params, HeadScales(params.call, work.batch, work.kv_head));
-    });
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     clear_counts(const __grid_constant__ Params params) {
     clear_counts_of_parts<kOwnCols>(params);
@@ -165,4 +158,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         ptx::registers_increase<kConsumerRegisters>();
         Consumer(smem, params, warpgroup - kFirstConsumer).consume();
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksPerSm)
+    merge_parts(const __grid_constant__ Params params) {
+    merge_parts_of_tiles<kOwnCols, out_t>(params, [&](const WorkTile& work) {
+        return output_scale_of(params, HeadScales(params.call, work.batch, work.kv_head));
+    });
 }

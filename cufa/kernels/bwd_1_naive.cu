@@ -1,8 +1,9 @@
 // bwd_1_naive: standard backward with P and dS in global memory (Dao et al. 2022, Algorithm 3 with
 // blocks of one element).
 //
-// Six launches: P = exp(S - LSE), written out once; dV = P^T dO; dP = dO V^T; dS = P o (dP -
-// rowsum(P o dP)), in place of dP; dQ = scale dS K; dK = scale dS^T Q.
+// Launches: probabilities, which writes P = exp(S - LSE); grad_values, dV = P^T dO;
+// grad_probabilities, dP = dO V^T; grad_scores, dS = P o (dP - rowsum(P o dP)), in place of dP;
+// grad_queries, dQ = scale dS K; grad_keys, dK = scale dS^T Q.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; dK and dV are summed over the query
 //          heads of a group

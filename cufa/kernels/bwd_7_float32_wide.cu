@@ -8,7 +8,10 @@
 // dK += dS^T Q and dQ^T = K^T dS^T. Threads add dQ^T to the sums from their registers, as they come
 // or in the order of keys.
 //
-// Launches: those of bwd_6_float32.
+// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves (also D; sets the
+// sums of dQ^T to zero); key_tiles; store_query_gradients, which turns these sums into rows;
+// exact_tiles, for numbers that halves cannot hold, with blocks for tiles of keys and for tiles of
+// queries; sink_gradient, if wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head, for all query heads that share them; warpgroup: whole

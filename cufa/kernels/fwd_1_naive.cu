@@ -1,9 +1,10 @@
 // fwd_1_naive: standard attention, the baseline of the FlashAttention papers (Dao et al. 2022,
 // Algorithm 0).
 //
-// Three launches write S = Q K^T, P = softmax(S) and O = P V. S and P take O(seqlen_q * seqlen_k)
-// of global memory. The softmax is the safe one, with three passes over each row: maximum, sum,
-// quotients.
+// S and P take O(seqlen_q * seqlen_k) of global memory. The softmax is the safe one, with three
+// passes over each row: maximum, sum, quotients.
+//
+// Launches: scores, which writes S = Q K^T; softmax, P = softmax(S); output, O = P V.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)

@@ -6,6 +6,8 @@
 // the time goes to the two products, which are unchanged, with operands from global memory. The
 // gain comes in the next rung: a row whose statistics can grow can be processed tile by tile.
 //
+// Launches: scores, softmax and output, as in fwd_1_naive.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)
 // Owns     scores, output: a thread has one element of the result; softmax: a block has one row

@@ -2,8 +2,10 @@
 //
 // Change from fwd_2_online_softmax: S and P never reach global memory. The outer loop, over blocks
 // of keys, is on the host: each launch applies one block of keys to all tiles of queries. Between
-// launches O, l and m are in global memory. O is normalised each time, as in lines 12 and 13 of the
-// paper. Scores are in log 2, which changes nothing but m.
+// launches O, l and m are in global memory. O is normalised each time, as in line 12 of the paper.
+// Scores are in log 2, which changes nothing but m.
+//
+// Launches: fwd_3_flash_v1, once for each block of keys.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)

@@ -5,6 +5,8 @@
 // divided by the sum once, at the end. Tiles of keys that no query sees are skipped, and only tiles
 // that a mask may cut through are masked.
 //
+// Launches: fwd_4_flash_v2.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)

@@ -1,14 +1,15 @@
 // fwd_6_wgmma: FlashAttention-3 (Shah et al. 2024, Algorithms 1 and 2) on Hopper.
 //
-// Change from fwd_5_mma: one thread only copies, by TMA. Warpgroups only compute, by wgmma, which
-// reads its operands from shared memory and runs asynchronously. While the tensor cores compute the
-// next S and the last P V, a warpgroup exponentiates the S that it has. Warpgroups take turns: the
-// products of one run during the softmax of the other. A block processes many tiles. Weights are
-// computed with the maximum of the first tile of keys, without looking for larger scores first. If
-// the sum of the weights shows that larger scores came, the maximum is raised and the weights are
-// shrunk. The other warps of the producer's warpgroup look for NaN in tiles that a mask cuts
-// through. Where some SMs would be idle while others process a last tile, the keys of such tiles
-// are split among blocks, and the block with the last part merges the results.
+// Change from fwd_5_mma: one thread or, if keys are in pages, one warp only copies, by TMA.
+// Warpgroups only compute, by wgmma, which reads its operands from shared memory and runs
+// asynchronously. While the tensor cores compute the next S and the last P V, a warpgroup
+// exponentiates the S that it has. Warpgroups take turns: the products of one run during the
+// softmax of the other. A block processes many tiles. Weights are computed with the maximum of the
+// first tile of keys, without looking for larger scores first. If the sum of the weights shows that
+// larger scores came, the maximum is raised and the weights are shrunk. The other warps of the
+// producer's warpgroup look for NaN in tiles that a mask cuts through. Where some SMs would be idle
+// while others process a last tile, the keys of such tiles are split among blocks, and the block
+// with the last part merges the results.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
 // scores, so that tiles of which it shows nothing are skipped, and of each score, if that is looked

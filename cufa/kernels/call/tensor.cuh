@@ -192,11 +192,8 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
     return {sequence, (tile - cu_seqlens[sequence] * rows_of_token / Rows - sequence) * Rows};
 }
 
-// The head and tile of a block; heads are counted over the whole batch. Packed sequences count as
-// one: a head has the tiles of all of them in a line. Heads come in sections of about as many tiles
-// as run at once, so that what the tiles of a head share is in the L2 cache when they read it.
-// Within a section the first tiles of all heads come first: they have most work, and long work that
-// starts late would leave the GPU waiting. A section has at least LeastHeads.
+// Heads are counted over the whole batch. Packed sequences count as one: a head has the tiles of
+// all of them in a line.
 struct HeadTile {
     int head, tile;
 };
@@ -204,6 +201,10 @@ struct HeadTile {
 // Enough for two blocks on each SM of the largest GPUs.
 constexpr int kSectionTiles = 256;
 
+// The head and tile of a block. Heads come in sections of about as many tiles as run at once, so
+// that what the tiles of a head share is in the L2 cache when they read it. Within a section the
+// first tiles of all heads come first: they have most work, and long work that starts late would
+// leave the GPU waiting. A section has at least LeastHeads.
 template <int SectionTiles = kSectionTiles, int LeastHeads = 1>
 __device__ inline HeadTile head_tile_of_block(int block, int heads, int tiles) {
     const int section_heads = min(max(SectionTiles / tiles, LeastHeads), heads);

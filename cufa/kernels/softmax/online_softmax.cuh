@@ -1,7 +1,7 @@
 // The running maximum and sum of a softmax that reads its row piece by piece.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3; as used
-// by FlashAttention-2 (Dao, 2023), Algorithm 1 lines 8 to 15. Scores are in log 2: with log2(e)
+// by FlashAttention-2 (Dao, 2023), Algorithm 1 lines 9 to 13. Scores are in log 2: with log2(e)
 // folded into the scale, exp2 needs no extra multiplication.
 #pragma once
 

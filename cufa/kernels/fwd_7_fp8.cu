@@ -25,7 +25,7 @@
 
 using out_t = OUT_SCALAR;
 constexpr bool kTransposedValues = TRANSPOSED_VALUES;  // keys are adjacent in memory
-constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is processed in halves
+constexpr bool kMayHalveFirst = HALVES_FIRST;          // whether a first tile of keys may be halved
 // Whether addresses in O's tile are worked out by XOR: where measurements show that it is faster
 // and spills nothing.
 constexpr bool kStepsByXor = !kTransposedValues && kConsumers <= 2 && kValueDim <= 128;
@@ -93,7 +93,7 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     // if lengths must be looked up.
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
-    static constexpr bool kHalvesFirst = kFirstInHalves && kRoundsFirst;
+    static constexpr bool kHalvesFirst = kMayHalveFirst && kRoundsFirst;
     // More would spill.
     static constexpr int kRecomputesAtOnce = 1;
     HeadScales scales{};  // of the current tile

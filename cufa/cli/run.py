@@ -226,7 +226,7 @@ def command(
     if as_json:
         output.print_json(_document(workload, steps, seed, verdict, destination))
     else:
-        _report(workload, steps, verdict, destination)
+        _report(steps, verdict, destination)
     if verdict is not None and not verdict.ok:
         raise click.exceptions.Exit(output.WRONG)
 
@@ -385,9 +385,7 @@ def _print_what_is_run(workload: Workload, on_gpu: bool) -> None:
     output.print_prose(f"cufa {cufa.__version__} on {place(on_gpu)}\n{workload.problem('forward')}\n\n")
 
 
-def _report(
-    workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
-) -> None:
+def _report(steps: list[_Step], verdict: check.Check | None, destination: Path | None) -> None:
     console = output.stdout()
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:

@@ -50,7 +50,8 @@ _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 class Kernel:
     """One rung of the ladder: what it is and what it supports.
 
-    `entries` are the `extern "C"` functions of its file in the order in which they are launched.
+    `entries` are the `extern "C"` functions of its file in the order in which they are launched; a call
+    launches those that it needs.
     `memory` is what it needs in global memory beyond its inputs and outputs, without features, in the
     sequence length N.
     `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
@@ -384,11 +385,6 @@ _HOPPER_BACKWARD_FEATURES = frozenset(
     )
 )
 
-# Of these a call launches those that it needs: query_tiles is for deterministic ones.
-_BACKWARD_ENTRIES = (
-    *("row_sums", "key_tiles", "query_tiles", "round_queries"),
-    *("bias_gradient", "array_gradients", "sink_gradient"),
-)
 _HOPPER_BACKWARD_ENTRIES = (
     *("seen_tiles", "row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient"),
 )
@@ -528,7 +524,10 @@ _LADDER = (
     Kernel(
         name="bwd_2_flash_v2",
         direction="backward",
-        entries=_BACKWARD_ENTRIES,
+        entries=(
+            *("row_sums", "key_tiles", "query_tiles", "round_queries"),
+            *("bias_gradient", "array_gradients", "sink_gradient"),
+        ),
         idea="P recomputed in tiles from Q, K and LSE; dK and dV in registers, dQ by atomics",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",

@@ -1,15 +1,28 @@
 """One call: what follows from its arguments, cached for calls that are alike, and its way to the GPU.
 
 arrays -> known (Problem, layout, results) -> executable (Plan, loaded kernels) -> launches
+
+What is cached on that way, by what. Each call asks the caches of the first group; those of the second are
+asked about arrays at addresses that are new.
+
+- `_known`, by shapes, strides, dtypes and options: what follows from them, if they are right.
+- `_check_workspace`, by the addresses and the workspace: that this may be used, if there is one.
+- `_at_addresses`, by `Known`, addresses and choices: what runs the call, if the arrays are aligned.
+- `_features`, by `Known` and addresses: the packed parameters of arrays that are not in the layout.
+- `launch._packed`, by addresses: the packed parameters of those that are.
+
+- `_in_layout`, by `Known`, layout, choices and what addresses decide: what runs such calls.
+- `_executable`, by `Problem` and choices: the plan with its kernels, for all strides.
+- `launch._module`, by `Variant`: a compiled file, for all plans that differ in no macro.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +46,7 @@ from cufa.problem import (
     PLAIN,
     Axes,
     Direction,
+    Features,
     Problem,
     Shape,
     check_layout,
@@ -77,9 +91,19 @@ Asked = tuple[
     int | None,
     int | None,
 ]
-# The kernel, tiles and architecture that the caller chose, if any, whether to run `attn_probs` instead, and
-# the number of bytes of the caller's workspace, if any.
-Chosen = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool, int | None]
+
+
+class Chosen(NamedTuple):
+    """The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs`."""
+
+    kernel: str | None = None
+    tiles: tuple[tuple[str, int], ...] = ()
+    arch: ArchLike | None = None
+    attn_probs: bool = False
+
+
+# Most calls choose nothing. Making a `Chosen` for each would take a fiftieth of their host time.
+_NOTHING_CHOSEN = Chosen()
 
 # The arguments that are tensors, in the order of the parameter structs.
 TENSORS: dict[Direction, tuple[str, ...]] = {
@@ -177,11 +201,13 @@ class Call:
 
 def chosen_of(direction: Direction, kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Chosen:
     """What a call with these options chooses; raises TypeError or ValueError for invalid values."""
+    if kernel is None and tiles is None and arch is None:
+        return _NOTHING_CHOSEN
     if kernel is not None:
         kernel_named(kernel, direction)
     if arch is not None:
         Arch.parse(arch)
-    return kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch, False, None
+    return Chosen(kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch)
 
 
 def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
@@ -227,47 +253,24 @@ def _known(
     dtypes = {name: dtype for name, _, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, options.layout)
-    out = output_shape(problem, options.layout)
     if problem.features.mod_arrays:
         problem = replace(problem, features=problem.features.with_lying(tensors))
-    features = problem.features
-    axes = tensor_axes(options.layout, features.packed)
-    key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
-    # Arrays that are not given are, or will be, contiguous.
-    storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
-    storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
-    storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
+
+    packed = problem.features.packed
+    axes = tensor_axes(options.layout, packed)
+    key_axes = tensor_axes(options.layout, packed and not problem.features.page_size)
+    storage = _storage_of(tensors, output_shape(problem, options.layout))
     if may_be_transposed and lies_transposed(problem, storage["v"], key_axes):
         problem = replace(problem, transposed_values=True)
         storage["v"] = transposed(storage["v"], key_axes)
-    own_itemsizes = {"out": problem.output.itemsize, "k": problem.key_itemsize, "v": problem.key_itemsize}
-    itemsizes = tuple(own_itemsizes.get(name, problem.itemsize) for name in TENSORS[direction])
-    if direction == "forward":
-        results = {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
-    else:
-        of_features = (*("bias", "sink"), *features.differentiated_arrays)
-        differentiated = [name for name in ("q", "k", "v", *of_features) if name in shapes]
-        results = {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
     names = TENSORS[direction]
     axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
-    layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
-    beside = _BESIDE_TENSORS | {f"d{name}" for name in features.differentiated_arrays}
-    scattered = [
-        name
-        for name, shape, strides, dtype in tensors
-        if name in beside and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
-    ]
-    read = {
-        name: (shape, None if name in scattered else strides, dtype)
-        for name, shape, strides, dtype in tensors
-    }
-    written = {name: (shape, None, dtype) for name, (shape, dtype) in results.items()}
-    side = {
-        name: (shape, strides or contiguous_strides(shape, dtype.itemsize), dtype.itemsize)
-        for name, (shape, strides, dtype) in (written | read).items()
-        if name not in names and features is not PLAIN
-    }
-    check_reach(features, side)
+    layout = layout_of(tuple(storage[name] for name in names), _itemsizes_of(problem, names), axes_of)
+
+    results = _results_of(problem, shapes, dtypes, options.layout)
+    scattered = _scattered(problem.features, tensors)
+    side = {} if problem.features is PLAIN else _side_of(names, tensors, results, scattered)
+    check_reach(problem.features, side)
     return Known(
         direction=direction,
         problem=problem,
@@ -280,6 +283,60 @@ def _known(
         copied=(*[names[place] for place in layout.scattered], *scattered),
         side=side,
     )
+
+
+def _storage_of(tensors: tuple[Described, ...], out: Shape) -> dict[str, Storage]:
+    """Where the elements of each array lie; arrays that are not given are, or will be, contiguous."""
+    given: dict[str, Storage] = {name: (shape, strides) for name, shape, strides, _ in tensors}
+    gradients: dict[str, Storage] = {f"d{name}": (given[name][0], None) for name in ("q", "k", "v")}
+    return {"out": (out, None), "dout": (out, None), **gradients, **given}
+
+
+def _itemsizes_of(problem: Problem, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The sizes of the tensors' elements."""
+    own = {"out": problem.output.itemsize, "k": problem.key_itemsize, "v": problem.key_itemsize}
+    return tuple(own.get(name, problem.itemsize) for name in names)
+
+
+def _results_of(
+    problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, np.dtype[Any]], layout: str
+) -> dict[str, tuple[Shape, np.dtype[Any]]]:
+    """The shapes and dtypes of all possible results."""
+    if problem.direction == "forward":
+        out = output_shape(problem, layout)
+        return {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
+    of_features = (*("bias", "sink"), *problem.features.differentiated_arrays)
+    differentiated = [name for name in ("q", "k", "v", *of_features) if name in shapes]
+    return {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
+
+
+def _scattered(features: Features, tensors: tuple[Described, ...]) -> list[str]:
+    """The arrays beside the tensors that kernels cannot read in place."""
+    beside = _BESIDE_TENSORS | {f"d{name}" for name in features.differentiated_arrays}
+    return [
+        name
+        for name, shape, strides, dtype in tensors
+        if name in beside and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
+    ]
+
+
+def _side_of(
+    names: tuple[str, ...],
+    tensors: tuple[Described, ...],
+    results: Mapping[str, tuple[Shape, np.dtype[Any]]],
+    scattered: Collection[str],
+) -> dict[str, tuple[Shape, Shape, int]]:
+    """Shape, strides and element size of arrays other than `names`, as kernels read or write them."""
+    written = {name: (shape, None, dtype) for name, (shape, dtype) in results.items()}
+    read = {
+        name: (shape, None if name in scattered else strides, dtype)
+        for name, shape, strides, dtype in tensors
+    }
+    return {
+        name: (shape, strides or contiguous_strides(shape, dtype.itemsize), dtype.itemsize)
+        for name, (shape, strides, dtype) in (written | read).items()
+        if name not in names
+    }
 
 
 def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
@@ -348,17 +405,17 @@ def run_on_gpu(
     """
     tensors, addresses = call.tensors, call.addresses
     if call.problem.transposed_values:
-        call.known = _as_read(call.known, addresses, target(chosen[2]), chosen[0])
+        call.known = _as_read(call.known, addresses, target(chosen.arch), chosen.kernel)
     known = call.known
     layout = layout or known.layout
     given_at = tuple(addresses.values())
+    room = None
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
         room = workspace.nbytes
         _check_workspace(known, given_at, workspace.data.ptr, room, workspace.flags.c_contiguous)
-        chosen = (*chosen[:-1], room)
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    run, pack, packed = _at_addresses(known, names, layout, given_at, chosen, device_id)
+    run, pack, packed = _at_addresses(known, names, layout, given_at, chosen, room, device_id)
     call.allocate()
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
@@ -392,8 +449,8 @@ def check_on_gpu(known: Known, addresses: Mapping[str, int]) -> None:
     """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
     known = _as_read(known, addresses, target(None), None)
-    chosen, given_at = chosen_of("forward", None, None, None), tuple(addresses.values())
-    _at_addresses(known, TENSORS["forward"], known.layout, given_at, chosen, device_id)
+    given_at = tuple(addresses.values())
+    _at_addresses(known, TENSORS["forward"], known.layout, given_at, _NOTHING_CHOSEN, None, device_id)
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
@@ -413,7 +470,7 @@ def write_probabilities(
         names = ("q", "k", "v", "attn_probs")
         storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
         layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        chosen = (None, (), arch, True, None)
+        chosen = Chosen(arch=arch, attn_probs=True)
         run_on_gpu(call, names, layout, softmax_scale, values, None, chosen)
     else:
         q, k = call.in_bshd("q", "k")
@@ -435,12 +492,13 @@ def _at_addresses(
     layout: Layout,
     addresses: tuple[int, ...],
     chosen: Chosen,
+    room: int | None,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer, tuple[str, ...]]:
     """What runs calls that are alike, with arrays at these addresses, and what it packs the addresses of.
 
-    Raises ValueError if an array is misaligned. After the addresses of the given arrays, there may be those
-    of newly allocated ones.
+    `room` is the number of bytes of the caller's workspace, if there is one. Raises ValueError if an array is
+    misaligned. After the addresses of the given arrays, there may be those of newly allocated ones.
     """
     given = arrays.regions(known.arrays, addresses)
     check_aligned(given)
@@ -448,7 +506,7 @@ def _at_addresses(
     bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
     bias_boxes = _bias_lies_in_boxes(known, bias_at)
     in_keys = known.keeps_keys and lie_in_keys(given["k"], given["v"])
-    run, pack = _executable(known, layout, align_bytes, in_keys, bias_boxes, chosen, device_id)
+    run, pack = _in_layout(known, layout, align_bytes, in_keys, bias_boxes, chosen, room, device_id)
     return run, pack, (*names, "bias") if bias_boxes else names
 
 
@@ -458,34 +516,34 @@ def _bias_lies_in_boxes(known: Known, address: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _executable(
+def _in_layout(
     known: Known,
     layout: Layout,
     align_bytes: int,
     in_keys: bool,
     bias_boxes: bool,
     chosen: Chosen,
+    room: int | None,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
     placed = _placed(known, layout, align_bytes, in_keys, bias_boxes)
-    executable = _loaded(placed, chosen, device_id)
+    executable = _executable(placed, chosen, room, device_id)
     bias = Region(0, *known.side["bias"]) if bias_boxes else None
     return executable, executable.packer(layout, bias)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(problem: Problem, chosen: Chosen, device_id: int) -> launch.Executable:
+def _executable(problem: Problem, chosen: Chosen, room: int | None, device_id: int) -> launch.Executable:
     """The Executable, shared by calls whose layouts differ only in strides.
 
     Raises ValueError, before anything is compiled, for a workspace that is too small.
     """
-    kernel, tiles, arch, attn_probs, room = chosen
-    device = target(arch)
-    if attn_probs:
+    device = target(chosen.arch)
+    if chosen.attn_probs:
         plan = make_probabilities_plan(problem, device)
     else:
-        plan = make_plan(problem, device, kernel, dict(tiles))
+        plan = make_plan(problem, device, chosen.kernel, dict(chosen.tiles))
     if room is not None and room < plan.workspace_bytes:
         raise ValueError(
             f"workspace has {room:,} bytes; this call needs {plan.workspace_bytes:,} "
@@ -496,6 +554,6 @@ def _loaded(problem: Problem, chosen: Chosen, device_id: int) -> launch.Executab
 
 def forget() -> None:
     """Forget plans and loaded kernels, so that edited kernels are compiled again."""
-    for cached in (_at_addresses, _executable, _loaded):
+    for cached in (_at_addresses, _in_layout, _executable):
         cached.cache_clear()
     launch.forget()

@@ -290,7 +290,7 @@ def _why_not_loaded(build: jit.Build, error: Exception) -> str:
 
 def forget() -> None:
     """Look kernels up again at their next launch."""
-    for cached in (_module, _loaded, _packed):
+    for cached in (_module, _planned_kernels, _packed):
         cached.cache_clear()
 
 
@@ -344,11 +344,11 @@ def _kernels(
     arch: Arch | str | int | None,
 ) -> tuple[_Kernel, ...]:
     """The kernels that a function of `cufa.plan.companions` plans for these arguments, on the current GPU."""
-    return _loaded(planned, asked, None if arch is None else Arch.parse(arch), _current_device())
+    return _planned_kernels(planned, asked, None if arch is None else Arch.parse(arch), _current_device())
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(
+def _planned_kernels(
     planned: Callable[..., tuple[Variant, Sequence[Launch]]],
     asked: tuple[Hashable, ...],
     arch: Arch | None,

@@ -579,7 +579,7 @@ def test_the_longest_sequences_may_be_arrays_without_axes(rng: np.random.Generat
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert chosen_of("forward", None, {"parts": size}, None) == (None, (("parts", 2),), None, False, None)
+        assert chosen_of("forward", None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
     for size in (2.0, "2", None):
         with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
             chosen_of("forward", None, {"parts": size}, None)
@@ -633,6 +633,26 @@ def test_dtypes_that_are_not_supported(dtype: str) -> None:
         ("x", without_8_bits, lambda: cufa.softmax(x)),
     ):
         with pytest.raises(TypeError, match=f"^{argument} has dtype {x.dtype}; {one_of}{order}$"):
+            call()
+
+
+def test_another_byte_order_is_named(rng: np.random.Generator) -> None:
+    problem = draw(rng)
+    q, k, v = problem.q, problem.k, problem.v
+    ends = np.array([0, 19], ">i4")
+    packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": np.array([0, 23], np.int32)}
+    out, lse = cufa.attention(q, k, v, return_lse=True)
+    others: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("cu_seqlens_q has dtype >i4; it must be int32", lambda: cufa.attention(q[0], k[0], v[0], **packed)),
+        ("sink has dtype >f4; it must be float32", lambda: cufa.attention(q, k, v, sink=np.zeros(6, ">f4"))),
+        ("out has dtype >f4; it must be float32", lambda: cufa.attention(q, k, v, out=out.astype(">f4"))),
+        (
+            "lse has dtype >f4; it must be float32",
+            lambda: cufa.attention_backward(out, q, k, v, out, lse.astype(">f4")),
+        ),
+    )
+    for message, call in others:
+        with pytest.raises(TypeError, match=f"^{message}, in the machine's byte order$"):
             call()
 
 
@@ -973,6 +993,29 @@ def test_a_plan_of_what_has_no_such_shape_or_dtype(
     described = SimpleNamespace(shape=shape, dtype=dtype)
     with pytest.raises(error, match=f"^q has shape {message}"):
         cufa.plan(described, described, described, arch="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("strides", "error"),
+    [
+        ((4, 2), ValueError),
+        ((), ValueError),
+        ((480, 96, 32, 2, 1), ValueError),
+        ((480, 96, 32, 2.0), TypeError),
+    ],
+    ids=str,
+)
+def test_a_plan_of_what_has_no_such_strides(strides: Any, error: type[Exception]) -> None:
+    q = SimpleNamespace(shape=(2, 5, 3, 16), dtype="float16")
+    k = SimpleNamespace(shape=(2, 5, 3, 16), dtype="float16", strides=strides)
+    message = f"k has strides {strides}; with shape (2, 5, 3, 16) it must have 4 integers"
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        cufa.plan(q, k, q, arch="sm_80")
+    k.strides = min
+    with pytest.raises(TypeError, match="^k has strides <built-in function min>; with shape"):
+        cufa.plan(q, k, q, arch="sm_80")
+    k.strides = None
+    assert cufa.plan(q, k, q, arch="sm_80") == cufa.plan(q, q, q, arch="sm_80")
 
 
 def test_a_plan_of_torch_tensors() -> None:

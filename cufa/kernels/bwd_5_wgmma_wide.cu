@@ -15,7 +15,10 @@
 // sends what it has to the same warpgroup of the partner and adds what comes from there. Then both
 // blocks compute the same P and dS.
 //
-// Launches: those of bwd_4_wgmma except array_gradients.
+// Launches: with a mask or a mask_mod, seen_tiles, as in bwd_4_wgmma; row_sums (statistics; sets
+// the sums of dQ to zero unless the first block to add does), key_tiles, round_keys (if blocks have
+// parts of the heads or rows), round_queries (unless the last block rounds); sink_gradient, if
+// wanted. key_tiles, round_keys and round_queries begin while the launch before them ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block, or two partners: 64 keys of one KV head, or all of them, 64 at a time, for all

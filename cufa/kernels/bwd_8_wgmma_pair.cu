@@ -12,7 +12,10 @@
 // P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later; and each
 // block sends them before it does anything that nobody waits for.
 //
-// Launches: those of bwd_5_wgmma_wide, except seen_tiles.
+// Launches: row_sums (statistics; sets the sums of dQ to zero unless the first block to add does),
+// key_tiles, round_keys (if blocks have parts of the heads or rows), round_queries (unless the last
+// block rounds); sink_gradient, if wanted. key_tiles, round_keys and round_queries begin while the
+// launch before them ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     two partners: 128 keys of one KV head, or all of them, 128 at a time, for all query
@@ -24,7 +27,6 @@
 //          (wgmma_workspace.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
-#include "call/grid.cuh"
 #include "hopper/backward/bwd_8_consumer.cuh"
 #include "hopper/backward/bwd_8_copies.cuh"
 #include "hopper/backward/wgmma_query_rows.cuh"

@@ -121,57 +121,9 @@ def attention_backward(
     over the heads of a group, so this keeps all of dK and dV, not of dQ. Each thread has its own sums, which
     are added in a fixed order: results are the same for the same number of cores.
     """
-    dtype = compute_dtype(q)
-    scale, heads = rules.softmax_scale, q.shape[-2]
-
-    def gradients(share: _Share) -> _Sums:
-        scratch = Scratch(dtype)
-        sequence, K, V = share.group.sequence, share.group.K, share.group.V
-        of_arrays = {name: _RangeOfSums(x.shape, dtype) for name, x in dscore_mod.items()}
-        sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {}, of_arrays)
-        for head, rows in until_stopped(share.tiles):
-            h = head.number
-            Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
-            O, dO = (np.array(sequence.queries(x)[rows, h], dtype, order="C") for x in (out, dout))
-            D = (dO * O).sum(axis=1, keepdims=True)
-            if dlse is not None:
-                D -= sequence.statistics(dlse)[h, rows, None]
-            L = empty_as_infinite(sequence.statistics(lse)[h, rows, None].astype(dtype))
-            if dsink is not None:
-                sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
-            dO *= head.kept_scale
-            dQ = np.zeros_like(Q)
-            for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
-                S = scratch.product("S", Q, K[columns].T)
-                head.cap(S)
-                slope = head.slope(S)
-                head.add(S, rows, columns)
-                modified = head.modify_with_slopes(S, rows, columns, of_elements=bool(dscore_mod))
-                P = exp_shifted(S, L)
-                fill_masked(P, 0, visible)
-                kept = head.kept(rows, columns)
-                dP = scratch.product("dP", dO, V[columns].T)
-                _drop(dP, kept)
-                dP -= D
-                dS = np.multiply(P, dP, out=dP)
-                if modified is not None:
-                    for element in modified.elements:
-                        sums.dscore_mod[element.name].add(element, dS, visible)
-                    dS *= np.asarray(modified.slope, dtype)
-                fill_masked(dS, 0, visible)
-                if dbias is not None:
-                    head.add_bias_gradient(dS, rows, columns, sums.dbias)
-                if slope is not None:
-                    dS *= slope
-                    fill_masked(dS, 0, visible)
-                _drop(P, kept)
-                visible_t = None if visible is None else visible.T
-                sums.dV[columns] += scratch.product("dV", P.T, dO, visible_t)
-                sums.dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
-                dQ += scratch.product("dQ", dS, K[columns], visible)
-            sequence.queries(dq)[rows, h] = scale * dQ
-        return sums
-
+    dtype, heads = compute_dtype(q), q.shape[-2]
+    arrays = _BackwardArrays(dout, q, out, lse, dq, dlse, dbias, dsink, dscore_mod)
+    gradients = functools.partial(_gradients, arrays=arrays, scale=rules.softmax_scale)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
     array_sums = {name: np.zeros(x.size, dtype) for name, x in dscore_mod.items()}
@@ -194,6 +146,56 @@ def attention_backward(
         dsink[...] = dsink_sums
     for name, sums in array_sums.items():
         dscore_mod[name][...] = sums.reshape(dscore_mod[name].shape)
+
+
+def _gradients(share: _Share, arrays: _BackwardArrays, scale: float) -> _Sums:
+    """Write dQ of a share's tiles, and return what they add to the gradients of others."""
+    q, sequence, K, V = arrays.q, share.group.sequence, share.group.K, share.group.V
+    dtype = compute_dtype(q)
+    scratch = Scratch(dtype)
+    sums = _Sums.none(share.group, q.shape[-2], arrays.dscore_mod)
+    for head, rows in until_stopped(share.tiles):
+        h = head.number
+        Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
+        O, dO = (np.array(sequence.queries(x)[rows, h], dtype, order="C") for x in (arrays.out, arrays.dout))
+        D = (dO * O).sum(axis=1, keepdims=True)
+        if arrays.dlse is not None:
+            D -= sequence.statistics(arrays.dlse)[h, rows, None]
+        L = empty_as_infinite(sequence.statistics(arrays.lse)[h, rows, None].astype(dtype))
+        if arrays.dsink is not None:
+            sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
+        dO *= head.kept_scale
+        dQ = np.zeros_like(Q)
+        for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
+            S = scratch.product("S", Q, K[columns].T)
+            head.cap(S)
+            slope = head.slope(S)
+            head.add(S, rows, columns)
+            modified = head.modify_with_slopes(S, rows, columns, of_elements=bool(arrays.dscore_mod))
+            P = exp_shifted(S, L)
+            fill_masked(P, 0, visible)
+            kept = head.kept(rows, columns)
+            dP = scratch.product("dP", dO, V[columns].T)
+            _drop(dP, kept)
+            dP -= D
+            dS = np.multiply(P, dP, out=dP)
+            if modified is not None:
+                for element in modified.elements:
+                    sums.dscore_mod[element.name].add(element, dS, visible)
+                dS *= np.asarray(modified.slope, dtype)
+            fill_masked(dS, 0, visible)
+            if arrays.dbias is not None:
+                head.add_bias_gradient(dS, rows, columns, sums.dbias)
+            if slope is not None:
+                dS *= slope
+                fill_masked(dS, 0, visible)
+            _drop(P, kept)
+            visible_t = None if visible is None else visible.T
+            sums.dV[columns] += scratch.product("dV", P.T, dO, visible_t)
+            sums.dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
+            dQ += scratch.product("dQ", dS, K[columns], visible)
+        sequence.queries(arrays.dq)[rows, h] = scale * dQ
+    return sums
 
 
 @np.errstate(all="ignore")
@@ -382,6 +384,21 @@ class _RangeOfSums:
 
 
 @dataclass(frozen=True, eq=False)
+class _BackwardArrays:
+    """The arrays of a backward call beside K and V: what it reads, dQ, and the gradients of options."""
+
+    dout: Array
+    q: Array
+    out: Array
+    lse: Array
+    dq: Array
+    dlse: Array | None
+    dbias: Array | None
+    dsink: Array | None
+    dscore_mod: Mapping[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
 class _Sums:
     """What the Q tiles of a share, or of a group, add to gradients that other shares add to as well."""
 
@@ -391,6 +408,14 @@ class _Sums:
     dsink: Array
     dbias: dict[BiasPlace, Array]
     dscore_mod: dict[str, _RangeOfSums]
+
+    @classmethod
+    def none(cls, group: _Group, heads: int, dscore_mod: Mapping[str, Array]) -> _Sums:
+        """Sums of nothing."""
+        dtype = group.K.dtype
+        of_arrays = {name: _RangeOfSums(x.shape, dtype) for name, x in dscore_mod.items()}
+        dK, dV, dsink = np.zeros_like(group.K), np.zeros_like(group.V), np.zeros(heads, dtype)
+        return cls(group, dK, dV, dsink, {}, of_arrays)
 
     def add(self, other: _Sums) -> _Sums:
         for mine, its in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):

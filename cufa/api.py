@@ -642,8 +642,17 @@ def _described(name: str, array: Any) -> Described:
         raise TypeError(f"{name} has shape {array.shape} and dtype {array.dtype}: {error}") from None
     if min(shape, default=0) < 0:
         raise ValueError(f"{name} has shape {shape}; no axis may be negative")
-    strides = getattr(array, "strides", None) or contiguous_strides(shape, dtype.itemsize)
-    return name, shape, tuple(strides), dtype
+    strides = getattr(array, "strides", None)
+    if strides is None:
+        return name, shape, contiguous_strides(shape, dtype.itemsize), dtype
+    wanted = f"{name} has strides {shown(strides)}; with shape {shape} it must have {len(shape)} integers"
+    try:
+        strides = tuple(map(operator.index, strides))
+    except TypeError:
+        raise TypeError(wanted) from None
+    if len(strides) != len(shape):
+        raise ValueError(wanted)
+    return name, shape, strides, dtype
 
 
 _NO_VALUES = FeatureValues()

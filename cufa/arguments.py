@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.arrays import records_gradients
-from cufa.messages import counted, shown
+from cufa.messages import byte_order, counted, shown
 from cufa.problem import (
     BYTE_BITS,
     DTYPES,
@@ -490,11 +490,15 @@ def _features(
 
 
 class Wanted(NamedTuple):
-    """The required shape and dtype of an array; `axes` names its axes, unless they are a tensor's."""
+    """The required shape and dtype of an array; `axes` names its axes, unless they are a tensor's.
+
+    `remedy` says how to get one of that shape, if that is not clear.
+    """
 
     shape: Shape
     dtype: Any
     axes: str = ""
+    remedy: str = ""
 
 
 def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, Wanted]:
@@ -507,11 +511,14 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, Wan
     else:
         slopes = Wanted((heads,), sums, f"(batch, heads), which is {(batch, heads)} here, or (heads,)")
     starts = Wanted((batch + 1,), int32, "(batch + 1,)")
+    descales = Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")
+    of_queries = descales._replace(remedy=f"; cufa.quantize(q, kv_heads={problem.kv_heads}) returns such")
     table = (batch, *shapes.get("block_table", ())[1:])
     expected = {
         "alibi_slopes": slopes,
         "sink": for_heads,
-        **dict.fromkeys(DESCALES, Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
+        **dict.fromkeys(DESCALES, descales),
+        "q_descale": of_queries if heads != problem.kv_heads else descales,
         "cu_seqlens_q": starts,
         "cu_seqlens_k": starts,
         "seqused_k": Wanted((batch,), int32, "(batch,)"),
@@ -524,9 +531,9 @@ def check_array(name: str, shape: Shape, dtype: Any, wanted: Wanted) -> None:
     """Raise ValueError for another shape than the wanted one, TypeError for another dtype."""
     if shape != wanted.shape:
         needed = f"{wanted.axes}, which is {wanted.shape} here" if wanted.axes else f"{wanted.shape}"
-        raise ValueError(f"{name} has shape {shape}; it must be {needed}")
+        raise ValueError(f"{name} has shape {shape}; it must be {needed}{wanted.remedy}")
     if dtype != wanted.dtype:
-        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted.dtype}")
+        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted.dtype}{byte_order(dtype)}")
 
 
 def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, packed: bool) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 # What precedes an argument's name in a message. Elsewhere, "mask" is a word and 'q' a value.
-_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or) "
+_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or|overlaps) "
 
 
 def kind_of(value: object) -> str:
@@ -21,6 +21,11 @@ def kind_of(value: object) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Count things, as in 1 warp, 2 warps; 1 axis, 2 axes."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def byte_order(dtype: object) -> str:
+    """What else a dtype must be that would else be the right one: in the machine's byte order."""
+    return "" if getattr(dtype, "isnative", True) else ", in the machine's byte order"
 
 
 def shown(value: object) -> str:

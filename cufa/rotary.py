@@ -10,6 +10,7 @@ import numpy as np
 from cufa import arrays, launch
 from cufa.arguments import Wanted, check_array, check_flags, refuse_gpu_options
 from cufa.device import Arch
+from cufa.messages import byte_order
 from cufa.plan.companions import Rotation
 from cufa.problem import (
     DTYPES,
@@ -51,7 +52,8 @@ def rotary(
     Args:
         x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences.
         cos: (places, rotary_dim / 2), in x's dtype or in the dtype of its sums (float32, for float64 arrays
-            float64); rotary_dim is at most head_dim.
+            float64); rotary_dim is at most head_dim. Of a table that has each angle twice, as Hugging Face's,
+            give cos[:, :rotary_dim // 2].
         sin: as cos.
         positions: each token's row of cos and sin: (batch, seqlen) or, for packed sequences, (tokens,), int32
             or int64. Axes may have length 1. None: 0, 1, 2, ... in each sequence. On a GPU, positions are not
@@ -100,16 +102,19 @@ def check_angles(dtype: str, dim: int, cos: Wanted, sin: Wanted) -> None:
     if len(cos.shape) != 2 or not 0 < 2 * cos.shape[1] <= dim:
         raise ValueError(
             f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with an even rotary_dim of at "
-            f"most {dim}"
+            f"most {dim}; of a table that has each angle twice, as Hugging Face's, give "
+            "cos[:, :rotary_dim // 2]"
         )
     check_extents("cos", cos.shape)
     if sin.shape != cos.shape:
         raise ValueError(f"sin has shape {sin.shape}; it must be {cos.shape}, as cos has")
     if cos.dtype not in (DTYPES[dtype], accumulator_dtype(dtype)):
         wanted = " or ".join(dict.fromkeys((dtype, accumulator_dtype(dtype).name)))
-        raise TypeError(f"cos has dtype {cos.dtype}; for {dtype} it must be {wanted}")
+        raise TypeError(f"cos has dtype {cos.dtype}; for {dtype} it must be {wanted}{byte_order(cos.dtype)}")
     if sin.dtype != cos.dtype:
-        raise TypeError(f"sin has dtype {sin.dtype}; it must be {cos.dtype}, as cos is")
+        raise TypeError(
+            f"sin has dtype {sin.dtype}; it must be {cos.dtype}, as cos is{byte_order(sin.dtype)}"
+        )
 
 
 def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
@@ -133,7 +138,10 @@ def _check_positions(named: dict[str, Any], axes: Axes) -> None:
             raise ValueError(f"cos has {len(named['cos'])} places, and x has {tokens[1]} tokens a sequence")
         return
     if positions.dtype not in POSITION_DTYPES:
-        raise TypeError(f"positions has dtype {positions.dtype}; it may be {' or '.join(POSITION_DTYPES)}")
+        raise TypeError(
+            f"positions has dtype {positions.dtype}; it may be {' or '.join(POSITION_DTYPES)}"
+            f"{byte_order(positions.dtype)}"
+        )
     fits = all(size in (1, wanted) for size, wanted in zip(positions.shape, tokens, strict=False))
     if positions.ndim != len(tokens) or not fits:
         raise ValueError(

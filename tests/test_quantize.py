@@ -208,6 +208,17 @@ def test_attention_of_it(rng):
     assert (np.sqrt(squares[0] / squares[1]) < 0.06).all()
 
 
+def test_descales_of_query_heads_are_not_those_of_kv_heads(rng):
+    q, k = (rng.standard_normal((2, 4, heads, 32)).astype(np.float32) for heads in (6, 3))
+    (q8, q_descale), (k8, _) = (cufa.quantize(x, backend="numpy") for x in (q, k))
+    says = (
+        "q_descale has shape (2, 6); it must be (batch, kv_heads), which is (2, 3) here; "
+        "cufa.quantize(q, kv_heads=3) returns such"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        cufa.attention(q8, k8, k8, q_descale=q_descale)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

@@ -147,6 +147,19 @@ def test_the_gradient_is_the_turn_back(rng):
     np.testing.assert_allclose(cufa.rotary(out, cos, -sin, backend="numpy"), x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("rotary_dim", [16, 24])
+def test_hugging_faces_tables(rng, rotary_dim):
+    """They have each angle twice, for columns that lie half of rotary_dim apart."""
+    x, *halves = draw(rng, "float32", rotary_dim)
+    cos, sin = (np.concatenate([table, table], axis=1) for table in halves)
+    front, back, rest = np.split(x, [rotary_dim // 2, rotary_dim], axis=-1)
+    of_tokens = (table[: x.shape[1], None] for table in (cos, sin))
+    columns = np.concatenate([front, back], axis=-1), np.concatenate([-back, front], axis=-1)
+    exact = sum(part * table for part, table in zip(columns, of_tokens, strict=True))
+    out = cufa.rotary(x, cos[:, : rotary_dim // 2], sin[:, : rotary_dim // 2])
+    np.testing.assert_allclose(out, np.concatenate([exact, rest], axis=-1), rtol=1e-6, atol=1e-6)
+
+
 def test_in_place(rng):
     x, cos, sin = draw(rng, "float32", 8)
     wanted = cufa.rotary(x, cos, sin)
@@ -160,6 +173,14 @@ def test_in_place(rng):
         ({"x": np.zeros(SHAPE[1:], np.float32)}, ValueError, "positions must be given for packed sequences"),
         ({"x": np.zeros(5, np.float32)}, ValueError, "x has shape (5,); it must have 4 axes, or 3 if"),
         ({"cos": np.zeros((PLACES, 13), np.float32)}, ValueError, "with an even rotary_dim of at most 24"),
+        (
+            {"cos": np.zeros((PLACES, 24), np.float32)},
+            ValueError,
+            "; of a table that has each angle twice, as Hugging Face's, give cos[:, :rotary_dim // 2]",
+        ),
+        ({"cos": np.zeros((PLACES, 4), ">f4")}, TypeError, "must be float32, in the machine's byte order"),
+        ({"sin": np.zeros((PLACES, 4), ">f4")}, TypeError, "as cos is, in the machine's byte order"),
+        ({"positions": np.zeros((2, 7), ">i4")}, TypeError, "int32 or int64, in the machine's byte order"),
         (
             {"cos": np.zeros((6, 4), np.float32), "sin": np.zeros((6, 4), np.float32)},
             ValueError,

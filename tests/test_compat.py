@@ -1,5 +1,6 @@
 """The functions under other libraries' names, against what those libraries say that they compute."""
 
+import inspect
 import itertools
 import math
 import re
@@ -303,7 +304,7 @@ def test_flash_attn_returns_the_lse_and_with_dropout_the_probabilities(rng, drop
         assert probabilities is None
 
 
-@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3}])
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": 0}])
 def test_flash_attn_4_returns_a_pair(rng, dropout):
     q, k, v = draw(rng, 6, 9)
     same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True, **dropout)
@@ -387,6 +388,228 @@ def test_descales_of_flash_attn_3(rng):
     np.testing.assert_array_equal(compat.flash_attn_func(q, k, v, **descales), exact)
     of_packed = packed(q, k, v, **descales)
     np.testing.assert_array_equal(of_packed.reshape(exact.shape), exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_descales_of_what_has_more_bits_are_ignored(rng, dtype):
+    """As by flash-attn 3, for which vLLM gives ones. Those of a cache in 8 bits count."""
+    q, k, v = (x.astype(dtype) for x in draw(rng, 6, 9))
+    descales = {f"{name}_descale": np.full((2, 2), 3, np.float32) for name in "qkv"}
+    exact = cufa.attention(q, k, v)
+    for function in (compat.flash_attn_func, packed, compat.flash_attn_with_kvcache):
+        np.testing.assert_array_equal(function(q, k, v, **descales), exact)
+    with pytest.raises(TypeError, match=r"^q_descale is 1\.0; it must be an array of \(batch, kv_heads\)"):
+        compat.flash_attn_func(q, k, v, q_descale=1.0)
+    if dtype == "bfloat16":
+        k, v = (x.astype("float8_e4m3fn") for x in (k, v))
+        of_keys = {name: descales[name] for name in ("k_descale", "v_descale")}
+        exact = cufa.attention(q, k, v, **of_keys)
+        for function in (compat.flash_attn_func, compat.flash_attn_with_kvcache):
+            np.testing.assert_array_equal(function(q, k, v, **descales), exact)
+
+
+# The arguments of flash-attn 3, 4 and vLLM that these functions have, as their callers look them up.
+OF_ALL = "learnable_sink s_aux num_splits pack_gqa sm_margin q_descale k_descale v_descale qv attention_chunk"
+OF_SCORES = "score_mod mask_mod aux_tensors return_lse return_softmax_lse"
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (compat.flash_attn_func, OF_SCORES),
+        (
+            compat.flash_attn_varlen_func,
+            f"{OF_SCORES} seqused_q seqused_k page_table scheduler_metadata fa_version q_v out",
+        ),
+        (
+            compat.flash_attn_with_kvcache,
+            "page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens scheduler_metadata "
+            "fa_version out return_lse return_softmax_lse",
+        ),
+    ],
+)
+def test_signatures_and_docs_have_the_names_of_flash_attn_3_and_4(function, names):
+    names = f"{OF_ALL} {names}".split()
+    assert set(names) <= inspect.signature(function).parameters.keys()
+    documented = re.findall(r"^ {8}(\w+): ", function.__doc__, re.MULTILINE)
+    assert set(names) <= set(documented)
+
+
+def test_defaults_of_flash_attn_3_and_4(rng):
+    q, k, v = draw(rng, 6, 9)
+    exact = cufa.attention(q, k, v)
+    defaults = {"qv": None, "attention_chunk": np.int32(0), "s_aux": None}
+    of_scores = {"score_mod": None, "mask_mod": None, "aux_tensors": None}
+    np.testing.assert_array_equal(compat.flash_attn_func(q, k, v, **defaults, **of_scores), exact)
+    of_packed = defaults | of_scores | {"seqused_q": None, "q_v": None, "page_table": None}
+    close(packed(q, k, v, **of_packed, return_softmax_lse=False, fa_version=3), exact)
+    of_cache = {"page_table": None, "cu_seqlens_q": None, "cu_seqlens_k_new": None, "max_seqlen_q": 6}
+    of_cache |= defaults | {"rotary_seqlens": None, "return_lse": False, "fa_version": 3}
+    np.testing.assert_array_equal(compat.flash_attn_with_kvcache(q, k, v, **of_cache), exact)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qv": np.zeros((2, 6, 4, 8))}, r"qv is a numpy\.ndarray of shape .* support; concatenate qv and q"),
+        (
+            {"attention_chunk": 64},
+            "attention_chunk is 64, which cufa.compat does not support; give a mask_mod",
+        ),
+        ({"score_mod": max}, "score_mod is <built-in function max>, which .*; give one to cufa.attention"),
+        ({"mask_mod": max}, "mask_mod is <built-in function max>, which .*; give one to cufa.attention"),
+        ({"aux_tensors": [1]}, r"aux_tensors is \[1\], which .*; give a cufa\.ScoreMod or cufa\.MaskMod"),
+    ],
+)
+def test_what_flash_attn_3_and_4_can_do_here_in_another_way(rng, options, message):
+    for function in (compat.flash_attn_func, packed):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            function(*draw(rng, 6, 9), **options)
+
+
+def test_what_only_packed_sequences_of_flash_attn_3_can_do(rng):
+    q, k, v = draw(rng, 6, 9)
+    with pytest.raises(
+        ValueError, match=r"^seqused_q is .* support; leave the queries that do not count out"
+    ):
+        packed(q, k, v, seqused_q=np.array([3, 6], np.int32))
+    with pytest.raises(ValueError, match=r"^q_v is a numpy\.ndarray of shape .* support; concatenate"):
+        packed(q, k, v, q_v=q)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sink_by_the_name_of_transformers_and_vllm(rng, dtype):
+    q, k, v = draw(rng, 6, 9)
+    sink = np.array([0.5, -1, 2, 0], dtype)
+    for function in (compat.flash_attn_func, packed, compat.flash_attn_with_kvcache):
+        exact = function(q, k, v, learnable_sink=sink)
+        np.testing.assert_array_equal(function(q, k, v, s_aux=sink), exact)
+        np.testing.assert_array_equal(function(q, k, v, s_aux=None, learnable_sink=sink), exact)
+        with pytest.raises(ValueError, match=r"^learnable_sink and s_aux are both given; they are names of"):
+            function(q, k, v, learnable_sink=sink, s_aux=sink)
+        with pytest.raises(ValueError, match=r"^s_aux has shape \(3,\); it must be \(heads,\)"):
+            function(q, k, v, s_aux=sink[:3])
+
+
+def test_an_lse_by_either_name(rng):
+    q, k, v = draw(rng, 6, 9)
+    ends = [np.array([0, n], np.int32) for n in (6, 9)]
+    of_one = compat.flash_attn_varlen_func, (q[0], k[0], v[0], *ends)
+    for function, given in (
+        (compat.flash_attn_func, (q, k, v)),
+        of_one,
+        (compat.flash_attn_with_kvcache, (q, k, v)),
+    ):
+        exact = function(*given, return_lse=True)
+        for flags in ({"return_softmax_lse": True}, {"return_softmax_lse": True, "return_lse": False}):
+            for actual, expected in zip(function(*given, **flags), exact, strict=True):
+                np.testing.assert_array_equal(actual, expected)
+        for name in ("return_lse", "return_softmax_lse"):
+            with pytest.raises(TypeError, match=f"^{name} is 'x'; it may be True or False$"):
+                function(*given, **{name: "x"})
+
+
+def test_vllms_call(rng):
+    """With all of the names that its backend for flash-attn passes, and its values."""
+    q, k, v = (x.astype("bfloat16") for x in draw(rng, 6, 9))
+    table, *pages = pages_of(rng, 4, k, v)
+    ends, lengths = np.array([0, 1, 9], np.int32), np.array([7, 4], np.int32)
+    tokens = q.reshape(-1, *q.shape[2:])[:9]
+    out, sink = np.empty_like(tokens), np.array([0.5, -1, 2, 0], "bfloat16")
+    scale = np.broadcast_to(np.float32(1), (2, 2))
+    result = compat.flash_attn_varlen_func(
+        q=tokens,
+        k=pages[0],
+        v=pages[1],
+        out=out,
+        cu_seqlens_q=ends,
+        max_seqlen_q=8,
+        seqused_k=lengths,
+        max_seqlen_k=7,
+        softmax_scale=0.3,
+        causal=True,
+        alibi_slopes=None,
+        window_size=[4, 0],
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=None,
+        fa_version=3,
+        q_descale=scale,
+        k_descale=scale,
+        v_descale=scale,
+        num_splits=0,
+        s_aux=sink,
+        return_softmax_lse=True,
+    )
+    exact = cufa.attention(
+        *(tokens, *pages),
+        cu_seqlens_q=ends,
+        seqused_k=lengths,
+        block_table=table,
+        softmax_scale=0.3,
+        causal=True,
+        window=(4, 0),
+        sink=sink.astype(np.float32),
+        return_lse=True,
+    )
+    assert result[0] is out
+    for actual, expected in zip(result, exact, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_page_tables_are_block_tables(rng):
+    q, k, v = draw(rng, 6, 9)
+    table, *pages = pages_of(rng, 4, k, v)
+    ends, lengths = np.array([0, 1, 6], np.int32), np.array([7, 4], np.int32)
+    options = {"cu_seqlens_q": ends, "seqused_k": lengths}
+    exact = compat.flash_attn_varlen_func(q[0], *pages, **options, block_table=table)
+    out = compat.flash_attn_varlen_func(q[0], *pages, **options, page_table=table)
+    np.testing.assert_array_equal(out, exact)
+    with pytest.raises(ValueError, match=r"^page_table is given; how many keys there are, cu_seqlens_k or"):
+        compat.flash_attn_varlen_func(q[0], *pages, ends, page_table=table)
+    with pytest.raises(
+        ValueError, match=r"^block_table and page_table are both given; they are names of one"
+    ):
+        compat.flash_attn_varlen_func(q[0], *pages, **options, block_table=table, page_table=table)
+
+
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_kvpacked_func", "scaled_dot_product"])
+def test_dropout_takes_a_seed_or_an_offset(rng, function):
+    """Flash-attn 3 and 4 have softmax_scale where flash-attn 2 has dropout_p."""
+    q, k, v = draw(rng, 6, 9)
+    message = r"dropout_p is 0\.25 and seed is not given; give a new seed or offset in every call"
+    if function == "scaled_dot_product":
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            pytorchs(q, k, v, dropout_p=0.25)
+        return
+    arguments = (q, k, v) if function == "flash_attn_func" else (q, np.stack([k, v], axis=2))
+    with pytest.raises(ValueError, match=f"^{message}; if softmax_scale is meant, give it by name$"):
+        getattr(compat, function)(*arguments, 0.25)
+    with pytest.raises(ValueError, match=f"^{message}; if softmax_scale is meant, give it by name$"):
+        packed(q, k, v, dropout_p=0.25)
+
+
+def test_memory_that_overlaps_is_named_as_the_caller_does(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9, kv_heads=4)
+    memory = np.zeros(q.size, np.float32)
+    lengths, out = memory.view(np.int32)[:2], memory.reshape(q.shape)
+    call = compat.flash_attn_with_kvcache
+    for options, name in (
+        ({"cache_seqlens": 3, "out": k_cache[:, :3]}, "k_cache"),
+        ({"cache_seqlens": lengths, "out": out}, "cache_seqlens"),
+        ({"learnable_sink": memory[:4], "out": out}, "learnable_sink"),
+        ({"s_aux": memory[:4], "out": out}, "s_aux"),
+        ({"page_table": lengths[:, None], "out": out}, "page_table"),
+        ({"cache_batch_idx": lengths, "out": out}, "cache_batch_idx"),
+    ):
+        with pytest.raises(ValueError, match=f"^out overlaps {name} in memory; it must not$"):
+            call(q, k_cache, v_cache, **options)
+    qkv = np.stack([k_cache, v_cache, v_cache], axis=2)[0]
+    ends = np.array([0, 9], np.int32)
+    with pytest.raises(ValueError, match=r"^out overlaps qkv in memory; it must not$"):
+        compat.flash_attn_varlen_qkvpacked_func(qkv, ends, 9, out=qkv[:, 0])
+    with pytest.raises(ValueError, match=r"^max_seqlen is -5; it may be None or an integer from 0 on$"):
+        compat.flash_attn_varlen_qkvpacked_func(qkv, ends, -5)
 
 
 def test_flash_attns_output_in_memory_that_is_given(rng):
@@ -524,7 +747,13 @@ def packed(q, k, v, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dropout_p": 0.3}, {"dropout_p": 0.3, "seed": 5}, {"dropout_p": 0.3, "offset": 7}]
+    "options",
+    [
+        {},
+        {"dropout_p": 0.3, "seed": 0},
+        {"dropout_p": 0.3, "seed": 5},
+        {"dropout_p": 0.3, "offset": 7},
+    ],
 )
 def test_what_is_not_asked_for_is_off_and_dropout_is_ours(rng, options):
     q, k, v = draw(rng, 6, 9, kv_heads=4)
@@ -821,11 +1050,32 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ({"softmax_scale": "k"}, TypeError, "softmax_scale is 'k'; it may be a number or None"),
         ({"softcap": 1e-40}, ValueError, "softcap is 1e-40; for float32 it must be 0 or from"),
         ({"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); it may be None or a tuple"),
+        ({"k_descale": 1.0}, TypeError, r"k_descale is 1\.0; it must be an array of \(batch, kv_heads\)"),
         (
-            {"k_descale": np.ones((2, 2), np.float32)},
+            {"qv": np.zeros((2, 3, 4, 8))},
             ValueError,
-            "k_descale is given, which is for float8_e4m3fn, and k_cache is float32",
+            r"qv is a numpy\.ndarray of shape \(2, 3, 4, 8\), which",
         ),
+        ({"attention_chunk": 4}, ValueError, "attention_chunk is 4, which .*; give a mask_mod to cufa"),
+        ({"rotary_seqlens": np.zeros(2)}, ValueError, "rotary_seqlens is .*; call cufa.rotary for q and k"),
+        ({"cu_seqlens_k_new": np.zeros(3)}, ValueError, r"cu_seqlens_k_new is .*; give new keys as \(batch,"),
+        (
+            {"cu_seqlens_q": np.zeros(3)},
+            ValueError,
+            r"cu_seqlens_q is given, and k is; give q as \(batch, se",
+        ),
+        (
+            {"block_table": np.zeros((2, 1)), "page_table": np.zeros((2, 1))},
+            ValueError,
+            "block_table and page_table are both given; they are names of one argument$",
+        ),
+        ({"page_table": np.zeros((2, 1))}, TypeError, "page_table has dtype float64; it must be int32"),
+        (
+            {"page_table": np.array([[0], [2]], np.int32)},
+            ValueError,
+            "page_table has page 2 for sequence 1, and k_cache has 2 pages",
+        ),
+        ({"cache_seqlens": np.array([1, 2], ">i4")}, TypeError, "cache_seqlens .*, in the machine's byte or"),
         (
             {"v_cache": np.ma.zeros((2, 9, 2, 8), np.float32)},
             TypeError,
@@ -1140,6 +1390,89 @@ def test_flash_attns_packed_queries_with_pages(rng):
     np.testing.assert_array_equal(named, out)
 
 
+@pytest.mark.parametrize("options", CACHE_OPTIONS)
+@pytest.mark.parametrize("held", [None, 5, np.array([7, 0, 9], np.int32)], ids=["full", "number", "array"])
+@pytest.mark.parametrize("place", ["pages", "rows", "entries", "padded"])
+def test_packed_queries_of_flash_attn_3s_cache(rng, place, held, options):
+    """Without new keys, whose ends SGLang nevertheless gives; the cache may have room for more sequences."""
+    q = rng.standard_normal((9, 4, 8)).astype(np.float32)
+    caches = list(rng.standard_normal((2, 4, 9, 2, 8)).astype(np.float32))
+    ends, given = np.array([0, 3, 4, 9], np.int32), {}
+    entries, padding = np.arange(3), np.zeros(3, np.int32)
+    if place == "entries":
+        entries = np.array([3, 0, 2], np.int32)
+        given["cache_batch_idx"] = entries
+    if place == "padded":
+        padding = np.array([2, 0, 8], np.int32)
+        given["cache_leftpad"] = padding
+    if place == "pages":
+        entries = rng.permutation(12).reshape(3, 4).astype(np.int32)
+        given["page_table"] = entries[:, :3]
+        caches = list(rng.standard_normal((2, 12, 3, 2, 8)).astype(np.float32))
+        k, v = (x[given["page_table"]].reshape(3, 9, 2, 8) for x in caches)
+    else:
+        k, v = (x[entries] for x in caches)
+    if held is not None:
+        given["cache_seqlens"] = held
+    out, lse = compat.flash_attn_with_kvcache(
+        *(q, *caches),
+        cu_seqlens_q=ends,
+        max_seqlen_q=5,
+        cu_seqlens_k_new=np.array([0, 7, 7, 16], np.int32),
+        return_softmax_lse=True,
+        **given,
+        **options,
+    )
+    for b, count in enumerate(np.broadcast_to(9 if held is None else held, 3)):
+        tokens, keys = slice(ends[b], ends[b + 1]), slice(padding[b], count)
+        of_one = q[None, tokens], k[[b], keys], v[[b], keys]
+        side = {"causal": options.get("causal", False), "softcap": options.get("softcap", 0.0)}
+        side["window"] = options.get("window_size")
+        exact, exact_lse = cufa.attention(*of_one, return_lse=True, **side)
+        close(out[tokens], exact[0])
+        close(lse[:, tokens], exact_lse[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"q": np.zeros((2, 3, 4, 8), np.float32)},
+            ValueError,
+            r"q has shape .*; it must have the 3 axes \(to",
+        ),
+        (
+            {"cu_seqlens_q": np.zeros((2, 2), np.int32)},
+            ValueError,
+            r"cu_seqlens_q has shape \(2, 2\); it must",
+        ),
+        ({"cu_seqlens_q": [0, 3]}, TypeError, "cu_seqlens_q is a list; it may be a NumPy array"),
+        ({"cu_seqlens_q": np.array([0, 1, 6])}, TypeError, "cu_seqlens_q has dtype int64; it must be int32$"),
+        (
+            {"cu_seqlens_q": np.array([0, 1, 2, 6], np.int32)},
+            ValueError,
+            "k_cache has 2 sequences and cu_seqlens_q 3; it must have at least as many$",
+        ),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1; it may be None or an integer from 0 on"),
+        (
+            {"v_cache": np.zeros((2, 8, 2, 8), np.float32)},
+            ValueError,
+            r"v_cache has shape \(2, 8, 2, 8\) and k_cache \(2, 9, 2, 8\); all axes but the last",
+        ),
+        (
+            {name: np.zeros((2, 0, 2, 8), np.float32) for name in ("k_cache", "v_cache")},
+            ValueError,
+            "k_cache has no room for keys; with cache_batch_idx or cu_seqlens_q it must have some$",
+        ),
+    ],
+)
+def test_what_does_not_go_with_packed_queries_of_a_cache(rng, change, error, message):
+    q, k_cache, v_cache = draw(rng, 6, 9)
+    given = {"q": q[0], "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens_q": np.array([0, 1, 6], np.int32)}
+    with pytest.raises(error, match=f"^{message}"):
+        compat.flash_attn_with_kvcache(**(given | change))
+
+
 @pytest.mark.parametrize(
     ("key_ends", "error", "message"),
     [
@@ -1253,6 +1586,7 @@ class StandardTensor(Tensor):
             from_dlpack=of(np.from_dlpack),
             asarray=of(np.asarray),
             full=of(np.full),
+            moveaxis=lambda x, *axes: StandardTensor(np.moveaxis(x.values, *axes)),
             int32=np.int32,
         )
 
@@ -1275,6 +1609,10 @@ def test_arrays_need_only_what_the_array_api_standard_has(rng, function):
     call = getattr(compat, function)
     out = call(*map(StandardTensor, (q, k, v)), is_causal=True)
     np.testing.assert_array_equal(out.values, call(q, k, v, is_causal=True))
+    if function == "dot_product_attention":
+        results = call(*map(StandardTensor, (q, k, v)), return_residual=True)
+        for actual, exact in zip(results, call(q, k, v, return_residual=True), strict=True):
+            np.testing.assert_array_equal(actual.values, exact)
 
 
 def test_numpys_arrays_beside_those_of_another_library(rng):
@@ -1567,21 +1905,22 @@ def test_jaxs_options_that_are_impossible(rng, options, error, message):
 @pytest.mark.parametrize("packed", [False, True])
 def test_flashinfers_cache(rng, packed):
     """Of heads before keys, with pages in a row and the length of the last."""
-    page_size, indptr, last = 4, np.array([0, 3, 5]), np.array([2, 4])
+    page_size, indptr, last = 4, np.array([0, 3, 5, 5]), np.array([2, 4, 1])  # the last has no keys
     indices = rng.permutation(6)[:5]
-    q, _, _ = draw(rng, 1, 1)
+    q = rng.standard_normal((3, 1, 4, 8)).astype(np.float32)
     k, v = rng.standard_normal((2, 6, 2, page_size, 8)).astype(np.float32)  # (pages, heads, keys, head_dim)
     pages = np.diff(indptr)
-    table = np.zeros((2, pages.max()), np.int32)
-    for r in range(2):
+    table = np.zeros((3, pages.max()), np.int32)
+    for r in range(3):
         table[r, : pages[r]] = indices[indptr[r] : indptr[r + 1]]
-    options = {"block_table": table, "seqused_k": ((pages - 1) * page_size + last).astype(np.int32)}
+    lengths = np.where(pages, (pages - 1) * page_size + last, 0)
+    options = {"block_table": table, "seqused_k": lengths.astype(np.int32)}
     if packed:
-        ends = np.array([0, 1, 2], np.int32)
+        ends = np.array([0, 1, 2, 3], np.int32)
         out = cufa.attention(q[:, 0], k.swapaxes(1, 2), v.swapaxes(1, 2), cu_seqlens_q=ends, **options)
     else:
         out = cufa.attention(q.swapaxes(1, 2), k, v, layout="bhsd", **options)
-    for r, count in enumerate((10, 8)):
+    for r, count in enumerate((10, 8, 0)):
         ours = (np.concatenate(x[table[r]], axis=1)[None, :, :count] for x in (k, v))
         close(out[r].reshape(4, 8), expected(q[[r]].swapaxes(1, 2), *ours, True)[0, :, 0])
 

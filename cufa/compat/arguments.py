@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from numbers import Integral
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from cufa.api import attention, check_attention
+from cufa.arguments import check_descales, check_dropout
 from cufa.arrays import UNKNOWN_TO_NUMPY, check_elements, check_no_mask, namespace_of, on_cpu
-from cufa.messages import kind_of, renamed
-from cufa.problem import dtype_of
+from cufa.messages import byte_order, kind_of, renamed, shown
+from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The names that PyTorch and JAX give to cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+# Arguments of flash-attn 3 and 4 that may only have their defaults here, and what to do instead.
+_REMEDIES = {
+    "qv": "concatenate qv and q along the last axis, and v and k, as examples/latent.py does",
+    "attention_chunk": "give a mask_mod to cufa.attention, as the README has it",
+    "score_mod": "give one to cufa.attention, which has other parameters: f(score, b, h, q_idx, kv_idx)",
+    "mask_mod": "give one to cufa.attention, which has other parameters: f(b, h, q_idx, kv_idx)",
+    "aux_tensors": "give a cufa.ScoreMod or cufa.MaskMod with these arrays to cufa.attention",
+    "seqused_q": "leave the queries that do not count out of q and cu_seqlens_q",
+    "rotary_seqlens": "call cufa.rotary for q and k with positions, and leave rotary_cos and rotary_sin out",
+    "cu_seqlens_k_new": "give new keys as (batch, seqlen_new, kv_heads, head_dim)",
+}
 
 
 @contextlib.contextmanager
@@ -40,13 +57,93 @@ def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **optio
         check_attention(q, k, v, **options)
 
 
+def also_named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function take arguments by other names, too: `names` has its own name for each other one.
+
+    It lists the others among its parameters, for those who look into its signature, and need not read them.
+    Errors then call an argument what the caller does. Raises ValueError for one that is given by both names.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        by_own_names: Callable[..., R] = function
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if names.keys().isdisjoint(kwargs):  # as in most calls
+                return function(*args, **kwargs)
+            used = {own: other for other, own in names.items() if _is_given(kwargs.get(other))}
+            for own, other in used.items():
+                if _is_given(kwargs.get(own)):
+                    raise ValueError(f"{own} and {other} are both given; they are names of one argument")
+            named = {name: value for name, value in kwargs.items() if name not in names}
+            named |= {own: kwargs[other] for own, other in used.items()}
+            with errors_name(used):
+                return by_own_names(*args, **named)
+
+        return call
+
+    return decorate
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def refuse(**named: object) -> None:
+    """Raise ValueError, with what to do instead, for arguments that are neither None nor 0."""
+    for name, value in named.items():
+        if value is None or (type(value) is int and value == 0):  # as in almost all calls
+            continue
+        if not (isinstance(value, Integral) and value == 0):
+            raise ValueError(
+                f"{name} is {shown(value)}, which cufa.compat does not support; {_REMEDIES[name]}"
+            )
+
+
+def dropout_of(
+    dropout_p: float, seed: int | None, offset: int | None, otherwise: str = ""
+) -> tuple[float, int, int]:
+    """Return dropout's arguments for cufa; raise ValueError or TypeError if one is impossible.
+
+    Dropout needs a seed or an offset here, since these libraries draw new random numbers in each call; what
+    else may be wrong, `otherwise` says.
+    """
+    if seed is None and offset is None and type(dropout_p) is float and dropout_p == 0:
+        return 0.0, 0, 0  # as in almost all calls
+    options = check_dropout(dropout_p, 0 if seed is None else seed, 0 if offset is None else offset)
+    if options[0] > 0 and seed is None and offset is None:
+        raise ValueError(
+            f"dropout_p is {options[0]} and seed is not given; give a new seed or offset in every call"
+            f"{otherwise}"
+        )
+    return options
+
+
+def descales_of(
+    tensors: tuple[Any, Any, Any], q_descale: Any, k_descale: Any, v_descale: Any
+) -> dict[str, Any]:
+    """The descales of those tensors that have 8 bits; as in flash-attn 3, others are ignored.
+
+    Raises TypeError for a scalar.
+    """
+    if q_descale is None and k_descale is None and v_descale is None:
+        return {}
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    check_descales(**descales)
+    return {
+        name: descale
+        for (name, descale), tensor in zip(descales.items(), tensors, strict=True)
+        if descale is not None and hasattr(tensor, "dtype") and dtype_of(tensor) == INPUT_DTYPES[FLOAT8]
+    }
+
+
 def check_int32(name: str, array: Any, shape: tuple[int, ...]) -> None:
     """Raise TypeError unless this is an int32 array, ValueError if it has another shape."""
     check_arrays(**{name: array})
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {shape}")
     if dtype_of(array) != np.int32:
-        raise TypeError(f"{name} has dtype {array.dtype}; it must be int32")
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be int32{byte_order(array.dtype)}")
 
 
 def check_arrays(**named: Any) -> None:
@@ -134,9 +231,10 @@ def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) 
     return keys, {"window": ends}
 
 
-def arange(stop: int, beside: Any) -> Any:
+def arange(stop: int, beside: Any, dtype: str = "") -> Any:
     """The numbers 0 to stop - 1, from the library and on the device of `beside`."""
-    return namespace_of(beside).arange(stop, **device_of(beside))
+    xp = namespace_of(beside)
+    return xp.arange(stop, **({"dtype": getattr(xp, dtype)} if dtype else {}), **device_of(beside))
 
 
 def full(shape: tuple[int, ...], value: int, dtype: str, beside: Any) -> Any:

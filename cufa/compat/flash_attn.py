@@ -9,16 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from cufa.arguments import check_dropout, check_flags
-from cufa.compat.arguments import as_sink, attention_as, check_arrays, check_int32, numbers_of
+from cufa.arguments import check_flags
+from cufa.compat.arguments import (
+    also_named,
+    as_sink,
+    attention_as,
+    check_arrays,
+    check_int32,
+    descales_of,
+    dropout_of,
+    numbers_of,
+    refuse,
+)
 from cufa.messages import counted, renamed
 from cufa.untraced import untraced
 
 # The names that flash-attn gives to cufa's arguments, where they differ.
 _FLASH_ATTN = {"window": "window_size", "sink": "learnable_sink"}
+# What flash-attn 3 and 4 have in the place of `dropout_p`.
+_MEANT_SCALE = "; if softmax_scale is meant, give it by name"
 
 
 @untraced
+@also_named(s_aux="learnable_sink", return_softmax_lse="return_lse")
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -33,30 +46,41 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Any = None,
+    s_aux: Any = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
-    seed: int = 0,
-    offset: int = 0,
+    qv: Any = None,
+    attention_chunk: int = 0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    seed: int | None = None,
+    offset: int | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
 ) -> Any:
     """Compute attention with the arguments of flash-attn's function of this name (flash-attn 2.8).
 
-    It also takes, by name, what callers of flash-attn 3 and 4 most often add. Pass all of their arguments
-    after `v` by name: their order is another, and a fourth without a name would silently be `dropout_p`. Pass
-    `return_lse=True` where they return a pair: flash-attn 3 with `return_attn_probs`, 4 always.
+    Of flash-attn 3 and 4 it also takes, by name, `learnable_sink` (or `s_aux`), `num_splits`, `pack_gqa`,
+    `sm_margin`, `q_descale`, `k_descale`, `v_descale` and `return_lse` (or `return_softmax_lse`); and with
+    their defaults alone `qv`, `attention_chunk`, `score_mod`, `mask_mod` and `aux_tensors`: for other values,
+    the error says what to do instead. Pass all of their arguments after `v` by name: their order is another,
+    and the fourth is `dropout_p` here. Pass `return_lse=True` where they return a pair: flash-attn 3 with
+    `return_attn_probs`, 4 always.
 
     Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
-    generator: without a new one in every call, each drops the same elements. `deterministic` only concerns
-    gradients and has no effect here. The LSE of a row that sees no key is -inf, in flash-attn inf. With
-    `alibi_slopes`, flash-attn's LSE is larger by slope * (i + seqlen_k - seqlen_q) in row i if nothing but
-    later keys is hidden, by `causal` or window_size=(-1, 0). flash-attn takes a window of seqlen_k or more
-    for none, also for queries whose window begins before the first key. With dropout, `return_attn_probs`
-    returns the probabilities as `cufa.attention` defines them, without flash-attn's signs; without dropout it
-    returns None, and flash-attn an empty array. Head dims and dtypes are cufa's.
+    generator: with dropout one of them is required, and must be new in every call, or each drops the same
+    elements. `deterministic` only concerns gradients and has no effect here. The LSE of a row that sees no
+    key is -inf, in flash-attn inf. With `alibi_slopes`, flash-attn's LSE is larger by
+    slope * (i + seqlen_k - seqlen_q) in row i if nothing but later keys is hidden, by `causal` or
+    window_size=(-1, 0). flash-attn takes a window of seqlen_k or more for none, also for queries whose window
+    begins before the first key. With dropout, `return_attn_probs` returns the probabilities as
+    `cufa.attention` defines them, without flash-attn's signs; without dropout it returns None, and flash-attn
+    an empty array. Head dims and dtypes are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -71,27 +95,44 @@ def flash_attn_func(
         deterministic: no effect here; pass it to `cufa.attention_backward`.
         return_attn_probs: also return the LSE and, with dropout, the probabilities, which take O(N^2) memory.
         learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
+        s_aux: another name of learnable_sink.
         num_splits: ignored, since the plan chooses it.
         pack_gqa: ignored, likewise.
         sm_margin: ignored: kernels may use all SMs.
-        q_descale: as in `cufa.attention`, for float8_e4m3fn arrays; likewise the next two.
+        q_descale: as in `cufa.attention`, for float8_e4m3fn arrays; ignored for others. Likewise the next
+            two.
         k_descale: the same for k.
         v_descale: the same for v.
+        qv: only None.
+        attention_chunk: only 0.
+        score_mod: only None.
+        mask_mod: only None.
+        aux_tensors: only None.
         seed: seed of dropout's random numbers.
         offset: which random sequence of that seed to use.
         return_lse: also return the LSE, (batch, heads, seqlen_q); not together with return_attn_probs.
+        return_softmax_lse: another name of return_lse.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim); with return_lse (out, lse), with return_attn_probs
         (out, lse, probabilities or None).
 
     Raises:
-        ValueError: both return_lse and return_attn_probs, or what `cufa.attention` raises.
+        ValueError: both return_lse and return_attn_probs, an argument by both of its names, dropout without
+            a seed or an offset, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     _check_returned(return_attn_probs, return_lse)
+    refuse(
+        qv=qv,
+        attention_chunk=attention_chunk,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+    )
     sink = as_sink(learnable_sink)
-    has_probabilities = return_attn_probs and check_dropout(dropout_p, seed, offset)[0] > 0
+    dropout_p, seed, offset = dropout_of(dropout_p, seed, offset, _MEANT_SCALE)
+    has_probabilities = return_attn_probs and dropout_p > 0
     result = attention_as(
         _FLASH_ATTN,
         q,
@@ -103,14 +144,12 @@ def flash_attn_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink=sink,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
         return_lse=return_attn_probs or return_lse,
         return_attn_probs=has_probabilities,
+        **descales_of((q, k, v), q_descale, k_descale, v_descale),
     )
     return (*result, None) if return_attn_probs and not has_probabilities else result
 
@@ -160,6 +199,7 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
 
 
 @untraced
+@also_named(s_aux="learnable_sink", page_table="block_table", q_v="qv", return_softmax_lse="return_lse")
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -178,24 +218,36 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
     *,
+    page_table: Any = None,
     seqused_k: Any = None,
     learnable_sink: Any = None,
+    s_aux: Any = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     scheduler_metadata: Any = None,
+    fa_version: int | None = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
+    qv: Any = None,
+    q_v: Any = None,
+    seqused_q: Any = None,
+    attention_chunk: int = 0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
     out: Any = None,
-    seed: int = 0,
-    offset: int = 0,
+    seed: int | None = None,
+    offset: int | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
 ) -> Any:
     """Compute attention of packed sequences with flash-attn's arguments (flash-attn 2.8).
 
-    Pass arguments of flash-attn 3 and 4 by name after `v`, as for `flash_attn_func`, and those of vLLM all by
-    name, since its order is another, too.
+    Of flash-attn 3 and 4 it also takes, by name after `v`, what `flash_attn_func` does, besides `seqused_k`,
+    `page_table` and `scheduler_metadata`, and `seqused_q` if it is None. Pass vLLM's arguments all by name,
+    since its order is another, too; of them it also takes `fa_version`, `out`, and `q_v` if it is None.
 
     Differences, besides those of `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are optional; there are
     no probabilities even with dropout, since those of sequences of different lengths do not form an array.
@@ -220,31 +272,51 @@ def flash_attn_varlen_func(
         deterministic: as in `flash_attn_func`.
         return_attn_probs: also return the LSE, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
+        page_table: another name of block_table.
         seqused_k: (batch,) int32: how many keys of each sequence count, all if it has fewer. With a block
             table it takes the place of cu_seqlens_k, and one of the two is required.
         learnable_sink: as in `flash_attn_func`.
+        s_aux: another name of learnable_sink.
         num_splits: ignored.
         pack_gqa: ignored.
         sm_margin: ignored.
         scheduler_metadata: ignored.
+        fa_version: ignored.
         q_descale: as in `flash_attn_func`; likewise the next two.
         k_descale: as in `flash_attn_func`.
         v_descale: as in `flash_attn_func`.
+        qv: only None.
+        q_v: another name of qv.
+        seqused_q: only None.
+        attention_chunk: only 0.
+        score_mod: only None.
+        mask_mod: only None.
+        aux_tensors: only None.
         out: where to write the output, as in `cufa.attention`.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
         return_lse: also return the LSE; not together with return_attn_probs.
+        return_softmax_lse: another name of return_lse.
 
     Returns:
         out (tokens, heads, head_dim); with return_lse (out, lse), with return_attn_probs (out, lse, None).
 
     Raises:
-        ValueError: both return_lse and return_attn_probs; on the CPU, a sequence with more keys than its
-            pages have room for; or what `cufa.attention` raises.
+        ValueError: what `flash_attn_func` raises; on the CPU, a sequence with more keys than its pages have
+            room for.
         TypeError: what `cufa.attention` raises.
     """
     _check_returned(return_attn_probs, return_lse)
+    refuse(
+        qv=qv,
+        seqused_q=seqused_q,
+        attention_chunk=attention_chunk,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+    )
     check_arrays(cu_seqlens_q=cu_seqlens_q)
+    dropout_p, seed, offset = dropout_of(dropout_p, seed, offset, _MEANT_SCALE)
     sink = as_sink(learnable_sink)
     names = _FLASH_ATTN
     if block_table is None:
@@ -279,14 +351,12 @@ def flash_attn_varlen_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink=sink,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
         return_lse=return_attn_probs or return_lse,
         out=out,
+        **descales_of((q, k, v), q_descale, k_descale, v_descale),
     )
     return (*result, None) if return_attn_probs else result
 
@@ -312,7 +382,8 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about_packed("qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens"):
+    names = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
+    with _errors_about_packed("qkv", **names):
         q, k, v = _unpacked("qkv", qkv, "(tokens, 3, heads, head_dim)")
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options

@@ -154,7 +154,7 @@ def dot_product_attention(
         if lse is not None:
             # Rows that have output 0 see no key: otherwise their weight in `cufa.merge` would be wrong.
             lse = xp.where(inside[:, None, :, 0, 0], lse, xp.full_like(lse, -np.inf))
-    return out if lse is None else (out, lse.swapaxes(-1, -2))
+    return out if lse is None else (out, xp.moveaxis(lse, -1, -2))
 
 
 def _window_of(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
-from cufa.arguments import check_descales, check_flags, check_window
+from cufa.arguments import check_flags, check_window
 from cufa.arrays import adopt_in_place, check_outputs, check_same_kind, check_writeable, check_written, on_cpu
 from cufa.compat.appending import becomes_8_bits, prepare
 from cufa.compat.arguments import (
+    also_named,
     arange,
     as_sink,
     attention_as,
@@ -19,9 +20,11 @@ from cufa.compat.arguments import (
     check_attention_as,
     check_int32,
     check_values,
+    descales_of,
     full,
     given,
     numbers_of,
+    refuse,
     shape_of,
 )
 from cufa.messages import counted
@@ -40,6 +43,7 @@ _NAMES = {
 
 
 @untraced
+@also_named(s_aux="learnable_sink", page_table="block_table", return_lse="return_softmax_lse")
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -61,14 +65,24 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    page_table: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
     learnable_sink: Any = None,
+    s_aux: Any = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     scheduler_metadata: Any = None,
+    fa_version: int | None = None,
+    qv: Any = None,
+    attention_chunk: int = 0,
+    rotary_seqlens: Any = None,
     out: Any = None,
+    return_lse: bool = False,
 ) -> Any:
     """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
 
@@ -78,8 +92,12 @@ def flash_attn_with_kvcache(
     (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
     position cache_seqlens + i, otherwise every query by position cache_seqlens.
 
-    Differences: after `v`, pass the arguments of flash-attn 3 by name, since its order is another.
-    `num_splits` is ignored, since the plan chooses it. The LSE is cufa's: as `flash_attn_func`
+    Of flash-attn 3 it also takes, by name after `v`, since its order is another: `page_table`, the descales,
+    `scheduler_metadata`, `pack_gqa`, `sm_margin`, `cu_seqlens_q` and `max_seqlen_q` without new keys, and
+    with their defaults alone `qv`, `attention_chunk` and `rotary_seqlens`: for other values, the error says
+    what to do instead. `learnable_sink` is flash-attn 4's, and `s_aux`, `fa_version` and `out` are vLLM's.
+
+    Differences: `num_splits` is ignored, since the plan chooses it. The LSE is cufa's: as `flash_attn_func`
     says, flash-attn's is another in rows that see no key and with `alibi_slopes`. A window is one however
     long it is; flash-attn takes one of the cache's length or more for none, and then rotates queries by one
     position. Pages may have any size, and padding on their left.
@@ -88,7 +106,7 @@ def flash_attn_with_kvcache(
     (examples/graph.py): what it allocates on the way returns to the pool, but the graph keeps using it.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim).
+        q: (batch, seqlen_q, heads, head_dim); with cu_seqlens_q (tokens, heads, head_dim).
         k_cache: (batch or more, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size,
             kv_heads, head_dim). With k, it must be writable and must not overlap another array: write rows to
             a cache of which v_cache is a part, as in multi-head latent attention, before the call.
@@ -116,32 +134,57 @@ def flash_attn_with_kvcache(
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         num_splits: ignored.
         return_softmax_lse: also return the LSE.
-        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q; None for 1.
+        page_table: another name of block_table.
+        cu_seqlens_q: (batch + 1,) int32, for packed queries: offsets, not lengths, where those of each
+            sequence start, and where the last end. Not with k. Without a block table, each cache entry is
+            read as a page, as with cache_batch_idx.
+        max_seqlen_q: as in `cufa.attention`; used only with cu_seqlens_q, and if it is an int.
+        cu_seqlens_k_new: only None with k; ignored without.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays: the factor for q; None for 1. Ignored
+            for others.
         k_descale: the same for k_cache, and for k in 8 bits, which is copied to it unchanged.
         v_descale: the same for v_cache and v.
         learnable_sink: `sink` of `cufa.attention`, (heads,), here also in bfloat16 or float16.
+        s_aux: another name of learnable_sink.
         pack_gqa: ignored.
         sm_margin: ignored.
         scheduler_metadata: ignored.
+        fa_version: ignored.
+        qv: only None.
+        attention_chunk: only 0.
+        rotary_seqlens: only None.
         out: where to write the output, as in `cufa.attention`.
+        return_lse: another name of return_softmax_lse.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim). With return_softmax_lse, a pair of this and the LSE,
-        (batch, heads, seqlen_q).
+        out, shaped like q except for the last axis, which is that of v_cache. With return_softmax_lse, a pair
+        of this and the LSE, (batch, heads, seqlen_q), with cu_seqlens_q (heads, tokens).
 
     Raises:
         TypeError: what `cufa.attention` raises, or a cache from a library whose arrays cannot be written.
-        ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
-            not fit the cache, more keys than it has room for, on the CPU a place for keys of two sequences, a
-            cache to write to that overlaps another array, or what `cufa.attention` and `cufa.rotary` raise.
+        ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, k with
+            cu_seqlens_q, an argument by both of its names, shapes that do not fit the cache, more keys than
+            it has room for, on the CPU a place for keys of two sequences, a cache to write to that overlaps
+            another array, or what `cufa.attention` and `cufa.rotary` raise.
         In all these cases, nothing has been written.
     """
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    check_descales(**descales)
+    is_written, is_packed = k is not None or v is not None, cu_seqlens_q is not None
+    refuse(
+        qv=qv,
+        attention_chunk=attention_chunk,
+        rotary_seqlens=rotary_seqlens,
+        cu_seqlens_k_new=cu_seqlens_k_new if is_written else None,
+    )
+    if is_packed and is_written:
+        raise ValueError(
+            "cu_seqlens_q is given, and k is; give q as (batch, seqlen_q, heads, head_dim), or write the new "
+            "keys and values to the cache before the call"
+        )
+    descales = descales_of((q, k_cache, v_cache), q_descale, k_descale, v_descale)
     held = _number_of(cache_seqlens) if isinstance(cache_seqlens, Real) else cache_seqlens
     check_arrays(q=q, k_cache=k_cache, v_cache=v_cache)
-    if cache_batch_idx is None and block_table is None:
+    if cache_batch_idx is None and block_table is None and not is_packed:
         k_cache, v_cache = _first_entries(q, k_cache, v_cache)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | given(
         k=k,
@@ -152,18 +195,18 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         **descales,
         learnable_sink=as_sink(learnable_sink),
         out=out,
     )
-    is_written = k is not None or v is not None
     if is_written:
         adopted = adopt_in_place(arrays)
     else:
         check_arrays(**arrays)
         check_same_kind(arrays)
-    batch, _, _, _ = shape_of("q", q)
+    batch = _packed_batch(cu_seqlens_q) if is_packed else shape_of("q", q)[0]
     names, table, room = _places(arrays, batch)
     if isinstance(held, int):
         if not 0 <= held <= room:
@@ -179,6 +222,9 @@ def flash_attn_with_kvcache(
     }
     side = {"alibi_slopes": alibi_slopes, "sink": arrays.get("learnable_sink"), **descales}
     side |= {"seqused_k": held, "block_table": table, "out": out}
+    if is_packed:
+        side["cu_seqlens_q"] = cu_seqlens_q
+        side["max_seqlen_q"] = max_seqlen_q if isinstance(max_seqlen_q, Integral) else None
     if cache_leftpad is not None:
         side["mask"] = _right_of(cache_leftpad, q, batch, room)
     is_rotated = rotary_cos is not None or rotary_sin is not None
@@ -238,6 +284,14 @@ def _first_entries(q: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
     return k_cache[:batch, ...], v_cache[:batch, ...]
 
 
+def _packed_batch(cu_seqlens_q: Any) -> int:
+    """How many sequences there are; raises ValueError if it does not have one axis."""
+    shape = tuple(cu_seqlens_q.shape)
+    if len(shape) != 1 or shape[0] == 0:
+        raise ValueError(f"cu_seqlens_q has shape {shape}; it must be (batch + 1,)")
+    return int(shape[0]) - 1
+
+
 def _number_of(cache_seqlens: Real) -> int:
     try:
         return integer(cache_seqlens)
@@ -255,13 +309,22 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
     axes = {} if pages is None else {"axes": "(pages, page_size, kv_heads, head_dim)"}
     cached, room, _, _ = shape_of("k_cache", arrays["k_cache"], **axes)
     shape_of("v_cache", arrays["v_cache"], **axes)
+    if pages is None and entries is None and "cu_seqlens_q" in arrays:
+        if cached < batch:
+            raise ValueError(
+                f"k_cache has {counted(cached, 'sequence')} and cu_seqlens_q {batch}; it must have at least "
+                "as many"
+            )
+        entries = arange(batch, arrays["k_cache"], "int32")
     if entries is not None:
         if pages is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", entries, (batch,))
         check_values(arrays["v_cache"], arrays["k_cache"], ("v_cache", "k_cache"))
         if room == 0:
-            raise ValueError("k_cache has no room for keys; with cache_batch_idx it must have some")
+            raise ValueError(
+                "k_cache has no room for keys; with cache_batch_idx or cu_seqlens_q it must have some"
+            )
         for wrong in _outside("cache_batch_idx", entries, cached):
             raise ValueError(f"{wrong}; k_cache has {counted(cached, 'sequence')}")
         # Each entry of the cache is one page.

@@ -13,6 +13,7 @@ from cufa.compat.arguments import (
     attention_as,
     check_arrays,
     check_values,
+    dropout_of,
     for_each_key,
     given,
     shape_of,
@@ -37,8 +38,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    seed: int = 0,
-    offset: int = 0,
+    seed: int | None = None,
+    offset: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute attention with the arguments of PyTorch's function of this name (torch 2.11 to 2.13).
@@ -54,8 +55,9 @@ def scaled_dot_product_attention(
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
     axes or these 3; of query, key and value, only heads are broadcast, and these by `enable_gqa` alone, as
     many for values as for keys; `dropout_p` must be below 1; `seed`, `offset` and `return_lse` are cufa's.
-    Without a new seed or offset in every call, each drops the same elements. torch.autocast has no effect: a
-    call computes in the dtype of its arrays, and converts none to that of another.
+    With dropout, a seed or an offset is required; without a new one in every call, each drops the same
+    elements. torch.autocast has no effect: a call computes in the dtype of its arrays, and converts none to
+    that of another.
 
     For gradients, pass the LSE to `cufa.attention_backward` with layout="bhsd". After a call that is causal
     from the top left, with at most as many queries as keys, pass key[:, :, :seqlen_q] and
@@ -83,12 +85,13 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: is_causal with attn_mask, a causal bias for other lengths, kv_heads other than heads
-            without enable_gqa, or what `cufa.attention` raises.
+            without enable_gqa, dropout without a seed or an offset, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    dropout_p, seed, offset = dropout_of(dropout_p, seed, offset)
     check_arrays(query=query, key=key, value=value)
     if len(query.shape) == len(key.shape) == len(value.shape) == 3:
         options: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}

@@ -85,6 +85,8 @@ def test_the_longest_sequence_can_be_no_shorter_than_the_mean_nor_longer_than_al
     assert typical(call) is call
     assert typical(replace(call, seqlen_q=0, max_seqlen_q=5)).batch == 10
     assert typical(replace(call, batch=1, max_seqlen_q=5)).batch == 1
+    backward = replace(call, direction="backward", max_seqlen_k=550)
+    assert typical(backward) == replace(backward, batch=3)  # of keys
 
 
 def biased(dtype):

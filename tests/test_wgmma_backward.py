@@ -30,6 +30,10 @@ def deterministic(call):
     return replace(call, features=Features(deterministic=True))
 
 
+def unshared(call):
+    return replace(call, kv_heads=call.heads)
+
+
 def adding(plan):
     return dict(plan.macros)["ADDING"]
 
@@ -94,7 +98,8 @@ def test_heads_are_in_parts_where_tiles_of_keys_are_few(call, parts):
         (shared_by(8, 8, seqlen=4096), 1),
         (shared_by(1, 1, seqlen=16384, head_dim=64), 2),
         (shared_by(4, 4, seqlen=4096, deterministic=True), 1),
-        (shared_by(2, 2, seqlen=1024), 1),  # few tiles of keys, which add in order
+        (shared_by(2, 2, seqlen=1024), 4),
+        (shared_by(16, 16, seqlen=1024), 1),  # few tiles of keys in a head add in order
         (shared_by(5, 5, seqlen=4096, causal=False), 4),
         (shared_by(4, 4, seqlen=300, causal=False), 1),  # five tiles of queries
         (shared_by(4, 4, seqlen=2048, head_dim=256), 2),
@@ -433,23 +438,34 @@ def windowed(head_dim, window, *, batch=80, **sizes):
     ("call", "expected"),
     [
         (problem(64, batch=80), "kAsTheyCome"),
-        (problem(128, batch=80), "kAsTheyCome"),
+        (problem(96, batch=80), "kAsTheyCome"),
         # Few tiles of keys, without a mask and under one.
-        (problem(128, seqlen=512, batch=80), "kAfterFirst"),
-        (problem(128, seqlen=513, batch=80), "kAsTheyCome"),
-        (problem(64, causal=True, seqlen=2048, batch=80), "kAfterFirst"),
-        (problem(64, causal=True, seqlen=2049, batch=80), "kAsTheyCome"),
+        (problem(96, seqlen=2048, batch=80), "kAfterFirst"),
+        (problem(96, seqlen=2049, batch=80), "kAsTheyCome"),
+        (problem(64, seqlen=2048, batch=80), "kAfterFirst"),
+        (unshared(problem(64, seqlen=2048, batch=80)), "kAsTheyCome"),
+        (problem(64, causal=True, seqlen=4096, batch=80), "kAfterFirst"),
+        (problem(64, causal=True, seqlen=4097, batch=80), "kAsTheyCome"),
         (problem(64, 192, batch=80), "kAfterFirst"),
         (problem(64, 256, causal=True, batch=80), "kAfterFirst"),
         # By pairs of blocks.
         (problem(192, batch=80), "kAsTheyCome"),
+        (problem(256, seqlen=1024, batch=80), "kAfterFirst"),
+        (problem(256, seqlen=1025, batch=80), "kAsTheyCome"),
         (problem(256, causal=True, batch=80), "kAsTheyCome"),
         (problem(256, causal=True, seqlen=2048, batch=80), "kAfterFirst"),
-        # The L2 cache holds the sums.
+        # Blocks that share keys, if the L2 cache holds the sums and if not.
+        (problem(64, 192, batch=4, seqlen=4096), "kAsTheyCome"),
+        (problem(64, 192, batch=16, seqlen=1024), "kAfterFirst"),
+        # All blocks begin at once.
         (problem(128, seqlen=512), "kAsTheyCome"),
         (problem(256, seqlen=512), "kAsTheyCome"),
+        (problem(128, causal=True), "kAsTheyCome"),
         # Long tiles.
-        (replace(problem(128, seqlen=512, batch=80), seqlen_q=2048), "kAsTheyCome"),
+        (problem(128, batch=80), "kAfterFirst"),
+        (problem(128, seqlen=4097, batch=80), "kAsTheyCome"),
+        (problem(128, causal=True, seqlen=16384, batch=80), "kAfterFirst"),
+        (replace(problem(128, seqlen=512, batch=80), seqlen_q=2048), "kAfterFirst"),
         # In a window: few tiles of keys, and many.
         (windowed(64, (100, 20)), "kInOrder"),
         (windowed(128, (1023, 0)), "kInOrder"),
@@ -507,11 +523,12 @@ def test_windows_of_packed_sequences():
     [
         (128, False, 512, 128, "kInOrder"),
         (128, False, 512, 129, "kAfterFirst"),
-        (128, False, 128, 513, "kAsTheyCome"),
+        (96, False, 128, 2049, "kAsTheyCome"),
         (128, True, 64, 1024, "kInOrder"),
         (128, True, 64, 1025, "kAfterFirst"),
-        (64, False, 512, 128, "kAfterFirst"),
-        (64, True, 32, 2049, "kAsTheyCome"),
+        (64, False, 512, 128, "kInOrder"),
+        (64, True, 32, 4096, "kAfterFirst"),
+        (64, True, 32, 4097, "kAsTheyCome"),
     ],
 )
 def test_packed_sequences_add_as_batches_of_their_mean_length(head_dim, causal, sequences, length, expected):
@@ -529,9 +546,25 @@ def test_packed_sequences_of_few_keys_are_a_blocks_alone(head_dim, most, alone):
     for sequences in (2, 512):
         call = replace(problem(head_dim, batch=sequences, seqlen=sequences * 100), max_seqlen_k=most)
         plan = plan_of(replace(call, features=Features(packed=True)))
-        assert takes_whole_heads(plan) == rounds(plan) == alone
-        assert not alone or plan.tiles["row_parts"] == 1
+        assert takes_whole_heads(plan) == alone
+        assert not alone or (rounds(plan) and plan.tiles["row_parts"] == 1)
         assert not takes_whole_heads(plan_of(replace(plan.problem, max_seqlen_k=None)))
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"), [(None, "kInOrder"), (8_192, "kAfterFirst"), (10**6, "kAfterFirst")]
+)
+def test_packed_sequences_add_as_those_that_have_most_tokens(longest, expected):
+    """One of 8,192 and 64 of 128: half of the tokens, and nearly all of the work, are in the longest."""
+    call = replace(problem(128, causal=True, batch=65, seqlen=16_384), features=Features(packed=True))
+    plan = plan_of(replace(call, max_seqlen_k=longest))
+    assert adding(plan) == expected
+    assert plan.tiles["block_m"] == (64 if longest is None else 80)
+    whole = plan_of(replace(call, max_seqlen_k=longest, features=Features(packed=True, deterministic=True)))
+    assert adding(whole) == "kInOrder"
+    # What addresses memory counts all sequences.
+    query_tiles = 4 * (16_384 // plan.tiles["block_m"] + 65)
+    assert plan.scratch[0].shape[0] == query_tiles
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -544,19 +577,28 @@ def test_deterministic_blocks_add_in_order(head_dim):
 @pytest.mark.parametrize(
     ("call", "in_order"),
     [
-        (problem(128, causal=True, seqlen=1024), True),
-        (problem(128, causal=True, seqlen=1025), False),
-        (problem(96, causal=True, seqlen=512), True),
-        (problem(128, seqlen=512), False),
-        (problem(64, causal=True, seqlen=512), False),
+        (problem(128, causal=True, seqlen=1024, batch=8), True),
+        (problem(128, causal=True, seqlen=1025, batch=8), False),
+        (problem(128, causal=True, seqlen=1024), False),  # parts of rows fill the SMs
+        (problem(96, causal=True, seqlen=512, batch=8), True),
+        (problem(64, causal=True, seqlen=1024, batch=8), True),
+        (problem(64, causal=True, seqlen=1025, batch=8), False),
+        # In many rounds it takes longer until a head's last block has added.
+        (unshared(problem(64, causal=True, seqlen=1024, batch=8)), True),
+        (unshared(problem(64, causal=True, seqlen=1024, batch=80)), False),
+        # Without a mask, also if query heads share keys.
+        (unshared(problem(128, seqlen=512, batch=8)), True),
+        (unshared(problem(128, seqlen=513, batch=8)), False),
+        (problem(128, seqlen=256, batch=16), True),
+        (problem(128, seqlen=257, batch=16), False),
+        (problem(128, seqlen=129, batch=80), False),
+        (unshared(problem(192, 128, seqlen=257, batch=80)), False),
         (problem(256, causal=True, batch=64, seqlen=1024), True),
         (problem(256, causal=True, batch=64, seqlen=1025), False),
-        (problem(64, 256, causal=True, batch=200, seqlen=512), True),
-        (problem(64, 256, causal=True, batch=200, seqlen=513), False),
-        (problem(64, 256, causal=True, seqlen=512), False),  # the L2 cache holds all sums
+        (problem(64, 256, causal=True, batch=200, seqlen=512), False),  # products run during additions
         # Queries are the last of as many as there are keys, of which they see most.
-        (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
-        (replace(problem(128, causal=True, seqlen=512), seqlen_q=4096), True),
+        (replace(problem(128, causal=True, seqlen=512, batch=8), seqlen_q=400), False),
+        (replace(problem(128, causal=True, seqlen=512, batch=8), seqlen_q=4096), True),
     ],
 )
 def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
@@ -590,7 +632,8 @@ def test_a_block_that_has_a_head_to_itself_rounds_dq(dims, seqlen, rounded):
         (replace(problem(128, seqlen=1024), kv_heads=4), False),
         (replace(problem(128, causal=True, seqlen=4096), kv_heads=4), True),
         (replace(problem(128, causal=True, seqlen=2048), kv_heads=4), False),
-        (replace(problem(128, causal=True, seqlen=2048), kv_heads=1), False),  # of one head, few do
+        (replace(problem(128, causal=True, seqlen=1239), kv_heads=1), True),  # of all heads, more do
+        (replace(problem(128, causal=True, seqlen=1238), kv_heads=1), False),
         (replace(problem(128, seqlen=4096), kv_heads=4, features=Features(window=(100, 100))), False),
         (replace(problem(128, seqlen=4096), features=Features(softcap=True)), False),
         (problem(64, seqlen=16384), False),
@@ -615,7 +658,7 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
         (problem(80, causal=True, seqlen=4096), True, False),
         (problem(96, seqlen=1024), True, False),
         (problem(96, 128, seqlen=1024), True, False),
-        (problem(112, 128, seqlen=1024), False, False),
+        (problem(112, 128, seqlen=600), False, False),
         (problem(120, seqlen=4096), False, True),
         (problem(64, seqlen=4096), False, False),
         (replace(problem(64, seqlen=4096), features=Features(window=(64, 64))), True, False),

@@ -163,9 +163,11 @@ def typical(problem: Problem) -> Problem:
     """The problem with packed sequences of a length that is typical for their tokens, not for sequences.
 
     As many tokens are in fewer sequences if the longest is longer than the mean. The others are taken to be
-    equally long.
+    equally long. The forward counts queries, the backward, whose blocks have tiles of keys, keys.
     """
     longest, tokens, others = problem.max_seqlen_q, problem.seqlen_q, problem.batch - 1
+    if problem.direction == "backward":
+        longest, tokens = problem.max_seqlen_k, problem.seqlen_k
     if longest is None or problem.features.page_size or not tokens or others < 1:
         return problem
     longest = min(max(longest, ceil_div(tokens, problem.batch)), tokens)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 
 from cufa.device import Device
 from cufa.plan.head_parts import FILLED
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
-from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, Tiles, shares_keys
+from cufa.plan.wgmma_backward_tiles import CONSUMERS, LONG_TILES, PAIR_TILES, SUM_BYTES, Tiles, shares_keys
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# Up to this many tiles of keys in a head under a causal mask, or that a query sees in a window, blocks add in
-# order and the last rounds dQ.
-MOST_IN_ORDER = 8
+# The rounds of blocks in which SMs process all tiles of keys: how many it takes for blocks to add so. In few, all
+# begin at once and wait for the first. In fewer than one, parts of rows, which cannot add in order, fill SMs.
+LEAST_IN_ORDER, LEAST_AFTER_FIRST = 3 / 4, 3
+# Up to this many tiles of keys in a head blocks add in order and the last rounds dQ: under a causal mask (in a
+# window, of the keys that a query sees), without a mask, and where waiting costs more.
+MOST_IN_ORDER, UNMASKED_MOST_IN_ORDER, LEAST_MOST_IN_ORDER = 8, 4, 2
 # In a window: how many blocks of a head may run at the same time for each tile of queries that one processes.
 MOST_IN_LINE_PER_TILE = 2
 # In a window with later keys: the fraction of the keys that a query may see.
 MOST_SEEN = 2 / 3
-# Up to this many tiles, with and without a causal mask, blocks add after the first.
-CAUSAL_MOST_AFTER_FIRST, MOST_AFTER_FIRST = 16, 4
+# Up to this many tiles, with and without a causal mask, blocks add after the first; long tiles of queries do
+# so under a causal mask at any length.
+CAUSAL_MOST_AFTER_FIRST, MOST_AFTER_FIRST, LONG_MOST_AFTER_FIRST = 32, 16, 32
+# The same of blocks in pairs, and of blocks that share keys if the L2 cache holds the sums of dQ.
+PAIR_CAUSAL_MOST_AFTER_FIRST, PAIR_MOST_AFTER_FIRST = 16, 8
+CACHED_MOST_AFTER_FIRST = 16
 
 
 class Adding(Enum):
@@ -57,38 +65,57 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
-def way_of_adding(
-    problem: Problem, device: Device, best: Tiles, tiles: Tiles, sends_sums: bool = False
-) -> Adding:
-    """The fastest way to add, or the one that the call requires.
-
-    `best` are the fastest tiles. With `sends_sums`, the copy engine should add.
-    """
+def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -> Adding:
+    """The fastest way to add, or the one that the call requires. `best` are the fastest tiles."""
     if problem.features.key_mask:  # it is not known which blocks skip a tile of queries
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, tiles):
         return Adding.ALONE
     if problem.features.deterministic or few_add(problem, device, best):
         return Adding.IN_ORDER
-    # With a window, a query may see keys but not the first ones. If the copy engine adds the sums, it is not
-    # known when.
-    if problem.features.windowed or sends_sums or _cached(problem, device):
+    # With a window, a query may see keys but not the first ones.
+    if problem.features.windowed or _rounds_of_blocks(problem, device, best) < LEAST_AFTER_FIRST:
         return Adding.AS_THEY_COME
-    # In bwd_5_wgmma_wide products run during the addition, so waiting costs little.
-    most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
-    few = problem.mean_keys <= most * best.block_n
-    return Adding.AFTER_FIRST if shares_keys(best) or few else Adding.AS_THEY_COME
+    few = problem.mean_keys <= _most_after_first(problem, device, best) * best.block_n
+    return Adding.AFTER_FIRST if few else Adding.AS_THEY_COME
+
+
+def _most_after_first(problem: Problem, device: Device, best: Tiles) -> float:
+    """Up to how many tiles of keys in a head it is fastest to add after the first block."""
+    if shares_keys(best):  # products run during the addition, so waiting costs little
+        return CACHED_MOST_AFTER_FIRST if _cached(problem, device) else inf
+    if best == PAIR_TILES:
+        return PAIR_CAUSAL_MOST_AFTER_FIRST if problem.causal else PAIR_MOST_AFTER_FIRST
+    if best == LONG_TILES:
+        return inf if problem.causal else LONG_MOST_AFTER_FIRST
+    if problem.causal:
+        return CAUSAL_MOST_AFTER_FIRST
+    return MOST_AFTER_FIRST if problem.group > 1 or problem.head_dim > PANEL_COLS else 0
 
 
 def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
     if problem.features.windowed:
         return _few_add_in_window(problem, device, best)
-    short = best.block_m <= PANEL_COLS and not (shares_keys(best) and _cached(problem, device))
-    # Without a mask, a sequence of one tile of keys, which would be a block's alone if it were not packed.
-    most = MOST_IN_ORDER if problem.causal else int(problem.features.packed)
-    few = problem.mean_keys <= most * best.block_n
-    return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask
+    rounds = _rounds_of_blocks(problem, device, best)
+    if shares_keys(best) or rounds < LEAST_IN_ORDER or problem.seqlen_q < problem.seqlen_k:
+        return False
+    many_rounds, shared = rounds >= LEAST_AFTER_FIRST, problem.group > 1
+    if problem.causal:
+        waits = problem.head_dim <= PANEL_COLS and not shared and many_rounds
+        most = LEAST_MOST_IN_ORDER if waits else MOST_IN_ORDER
+    elif shared:
+        most = 1 if many_rounds else LEAST_MOST_IN_ORDER
+    else:
+        wide = problem.head_dim > CONSUMERS * PANEL_COLS and best != PAIR_TILES
+        most = LEAST_MOST_IN_ORDER if wide else UNMASKED_MOST_IN_ORDER
+    return problem.mean_keys <= most * best.block_n and not problem.features.key_mask
+
+
+def _rounds_of_blocks(problem: Problem, device: Device, best: Tiles) -> float:
+    """How many blocks each SM processes, one for each tile of keys of a query head."""
+    tiles_of_head = problem.batch * ceil_div(problem.mean_keys, best.block_n)
+    return problem.heads * tiles_of_head / device.sm_count
 
 
 def _few_add_in_window(problem: Problem, device: Device, best: Tiles) -> bool:

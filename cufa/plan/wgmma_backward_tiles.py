@@ -100,8 +100,9 @@ MOST_DIMS_OF_WHOLE, MOST_WITH_SHAPES, MOST_WITH_SOFTCAP = 224, 192, 128
 # The best tiles, by largest head dim.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
 # The best tiles above head dim 64 if dQ of a tile is divided and at least this many queries of a head see a
-# key on average: blocks then seldom go on to other keys, so waiting for those matters little.
-LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
+# key on average, or fewer if heads share it and there is no window: blocks then seldom go on to other keys,
+# so waiting for those matters little.
+LONG_TILES, MANY_QUERIES, SHARED_MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500, 620
 # The best tiles where the warpgroups share keys, and shorter ones, beside which more head dims fit.
 WIDE_TILES, WIDEST_TILES = Tiles(64, WGMMA_M, 2), Tiles(48, WGMMA_M, 2)
 # The best tiles of pairs of blocks that divide the products; `stages` are of Q, and these of dO, P and dS.
@@ -133,16 +134,18 @@ def has_whole_queries(problem: Problem, block_m: int) -> bool:
     return block_m == WGMMA_M and head < CONSUMERS * PANEL_COLS and head + value <= most
 
 
-def _has_many_queries(problem: Problem) -> bool:
-    """Whether many queries of a head see a key, above one panel of dims, by products alone."""
-    many = problem.seeing_queries >= MANY_QUERIES
-    return problem.head_dim > PANEL_COLS and many and not _shapes_scores(problem)
+def _has_many_queries(problem: Problem, many: int = MANY_QUERIES) -> bool:
+    """Whether so many queries of a head see a key, above one panel of dims, by products alone."""
+    seen_by_many = problem.seeing_queries >= many
+    return problem.head_dim > PANEL_COLS and seen_by_many and not _shapes_scores(problem)
 
 
 def has_long_tiles(problem: Problem) -> bool:
     """Whether tiles of queries are long: many must see a key, or a partial tile costs more."""
     whole = has_whole_queries(problem, WGMMA_M)
-    return scores_together(problem) and not whole and _has_many_queries(problem)
+    shared = problem.group > 1 and not problem.features.windowed
+    many = SHARED_MANY_QUERIES if shared else MANY_QUERIES
+    return scores_together(problem) and not whole and _has_many_queries(problem, many)
 
 
 def best_tiles(problem: Problem) -> Tiles:

@@ -12,11 +12,11 @@ from cufa.plan.wgmma_backward_tiles import CONSUMERS, LONG_TILES, PAIR_TILES, SU
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# The rounds of blocks in which SMs process all tiles of keys: how many it takes for blocks to add so. In few, all
-# begin at once and wait for the first. In fewer than one, parts of rows, which cannot add in order, fill SMs.
+# The rounds of blocks in which SMs process all tiles of keys: how many it takes for blocks to add so. In few,
+# all begin at once and wait for the first. In fewer than one, parts of rows fill SMs, which add in no order.
 LEAST_IN_ORDER, LEAST_AFTER_FIRST = 3 / 4, 3
-# Up to this many tiles of keys in a head blocks add in order and the last rounds dQ: under a causal mask (in a
-# window, of the keys that a query sees), without a mask, and where waiting costs more.
+# Up to this many tiles of keys in a head blocks add in order and the last rounds dQ: under a causal mask (in
+# a window, of the keys that a query sees), without a mask, and where waiting costs more.
 MOST_IN_ORDER, UNMASKED_MOST_IN_ORDER, LEAST_MOST_IN_ORDER = 8, 4, 2
 # In a window: how many blocks of a head may run at the same time for each tile of queries that one processes.
 MOST_IN_LINE_PER_TILE = 2

@@ -349,6 +349,24 @@ class Problem:
         """The keys of a sequence; if packed, on average."""
         return self.seqlen_k // self.packed_sequences
 
+    @cached_property
+    def typical(self) -> Problem:
+        """The problem with packed sequences of a length that is typical for their tokens, not for sequences.
+
+        As many tokens are in fewer sequences if the longest is longer than the mean. The others are taken to
+        be equally long. The forward counts queries, the backward, whose blocks have tiles of keys, keys.
+        """
+        longest, tokens, others = self.max_seqlen_q, self.seqlen_q, self.batch - 1
+        if self.direction == "backward":
+            longest, tokens = self.max_seqlen_k, self.seqlen_k
+        if longest is None or self.features.page_size or not tokens or others < 1:
+            return self
+        longest = min(max(longest, ceil_div(tokens, self.batch)), tokens)
+        if longest * self.batch == tokens:  # all are equally long, and how long is still of use
+            return self
+        squares = longest**2 + (tokens - longest) ** 2 / others
+        return replace(self, batch=max(1, round(tokens**2 / squares)), max_seqlen_q=None)
+
     @property
     def visible_keys(self) -> int:
         """The keys of a sequence that any query sees, by the window; if packed, of equally long ones."""

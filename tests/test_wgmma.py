@@ -13,7 +13,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
-from cufa.plan.choice import query_tiles, typical
+from cufa.plan.choice import query_tiles
 from cufa.plan.pace import keys_of_tile
 from cufa.plan.parting import numbers_of_parts
 from cufa.plan.record import NOT_PARTED, Parting
@@ -80,13 +80,13 @@ def test_sequences_that_can_only_be_equally_long_have_as_many_tiles_as_their_len
 
 def test_the_longest_sequence_can_be_no_shorter_than_the_mean_nor_longer_than_all():
     call = replace(problem(seqlen=1_000), batch=10, features=Features(packed=True))
-    batches = {length: typical(replace(call, max_seqlen_q=length)).batch for length in (0, 100, 550, 2_000)}
+    batches = {length: replace(call, max_seqlen_q=length).typical.batch for length in (0, 100, 550, 2_000)}
     assert batches == {0: 10, 100: 10, 550: 3, 2_000: 1}
-    assert typical(call) is call
-    assert typical(replace(call, seqlen_q=0, max_seqlen_q=5)).batch == 10
-    assert typical(replace(call, batch=1, max_seqlen_q=5)).batch == 1
+    assert call.typical is call
+    assert replace(call, seqlen_q=0, max_seqlen_q=5).typical.batch == 10
+    assert replace(call, batch=1, max_seqlen_q=5).typical.batch == 1
     backward = replace(call, direction="backward", max_seqlen_k=550)
-    assert typical(backward) == replace(backward, batch=3)  # of keys
+    assert backward.typical == replace(backward, batch=3)  # of keys
 
 
 def biased(dtype):

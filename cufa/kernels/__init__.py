@@ -296,7 +296,8 @@ class PairHopperBackward(HopperKernel):
         if is_short_if_wide(problem, device):
             return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
         narrow = problem.head_dim <= _NARROW_IN_PAIRS
-        queries, keys = problem.seqlen_q // problem.packed_sequences, problem.mean_keys
+        usual = problem.typical
+        queries, keys = usual.seqlen_q // usual.packed_sequences, usual.mean_keys
         half_idle = keys <= _BLOCK_KEYS and narrow and problem.batch * problem.kv_heads > device.sm_count
         few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
         if keys <= _PAIR_KEYS and not half_idle and not few_in_window:

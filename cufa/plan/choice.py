@@ -159,24 +159,6 @@ def with_sizes(candidates: Mapping[T, S], asked: Set[tuple[str, int]]) -> Mappin
     return having or candidates
 
 
-def typical(problem: Problem) -> Problem:
-    """The problem with packed sequences of a length that is typical for their tokens, not for sequences.
-
-    As many tokens are in fewer sequences if the longest is longer than the mean. The others are taken to be
-    equally long. The forward counts queries, the backward, whose blocks have tiles of keys, keys.
-    """
-    longest, tokens, others = problem.max_seqlen_q, problem.seqlen_q, problem.batch - 1
-    if problem.direction == "backward":
-        longest, tokens = problem.max_seqlen_k, problem.seqlen_k
-    if longest is None or problem.features.page_size or not tokens or others < 1:
-        return problem
-    longest = min(max(longest, ceil_div(tokens, problem.batch)), tokens)
-    if longest * problem.batch == tokens:  # all are equally long, and how long is still of use
-        return problem
-    squares = longest**2 + (tokens - longest) ** 2 / others
-    return replace(problem, batch=max(1, round(tokens**2 / squares)), max_seqlen_q=None)
-
-
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
     """The number of query tiles over all heads."""
     return problem.heads * row_tiles(problem, problem.seqlen_q, tiles.block_m)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named, verdicts
 from cufa.plan import float32, fp8, mma, split_kv, wgmma, wgmma_wide
-from cufa.plan.choice import typical
 from cufa.problem import Problem
 from cufa.rounding import round_up
 
@@ -55,7 +54,7 @@ def _priced(problem: Problem) -> Problem:
     features = problem.features
     of_each_key = features.packed or features.bias is not None or features.mask is not None
     if problem.seqlen_q > _FEW_QUERIES or of_each_key:
-        return typical(problem)
+        return problem.typical
     step = 1 << max(0, problem.seqlen_k.bit_length() - _ROUNDED_BITS)
     return replace(problem, seqlen_k=round_up(problem.seqlen_k, step))
 

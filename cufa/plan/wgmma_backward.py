@@ -15,16 +15,7 @@ from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
-from cufa.plan.choice import (
-    Candidates,
-    Choice,
-    Cost,
-    counted_row_tiles,
-    query_tiles,
-    row_tiles,
-    sizes_of,
-    typical,
-)
+from cufa.plan.choice import Candidates, Choice, Cost, counted_row_tiles, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
@@ -79,12 +70,11 @@ ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 class _Kind:
     """What differs between the kernels, for one call.
 
-    `best` are the fastest tiles for the `typical` problem, with all heads in one part. A block `stays` for
-    many tiles of keys, or has only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is
-    shared by `cluster` blocks; `shared_how` says how. `misfit` says why the kernel cannot have some tiles.
+    `best` are the fastest tiles, with all heads in one part. A block `stays` for many tiles of keys, or has
+    only one. With `bias_boxes` the copy engine brings the bias. A tile of keys is shared by `cluster` blocks;
+    `shared_how` says how. `misfit` says why the kernel cannot have some tiles.
     """
 
-    typical: Problem
     best: Tiles
     adding_of: Callable[[Tiles], Adding]
     stays: bool
@@ -98,7 +88,7 @@ class _Kind:
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_4_wgmma`: blocks for tiles of queries, for one or more tiles of keys, and for tiles of queries."""
-    usual = typical(problem)
+    usual = problem.typical
     best = best_tiles(usual)
 
     def adding_of(tiles: Tiles) -> Adding:
@@ -112,7 +102,6 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         return MOST_KEY_STAGES if device.blocks_resident(THREADS, 0, smem_bytes) else 1
 
     kind = _Kind(
-        typical=usual,
         best=best,
         adding_of=adding_of,
         stays=True,
@@ -140,9 +129,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`, of blocks alone or in pairs, which take two SMs."""
     cluster, best = cluster_blocks_of(problem), best_wide_tiles(problem, device)
-    pairs, usual = _in_clusters(device, cluster), typical(problem)
+    pairs, usual = _in_clusters(device, cluster), problem.typical
     kind = _Kind(
-        typical=usual,
         best=best,
         adding_of=lambda tiles: way_of_adding(usual, pairs, best, tiles),
         stays=False,
@@ -157,9 +145,8 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma` without a mask, of blocks in pairs."""
-    best, pairs, usual = PAIR_TILES, _in_clusters(device, PAIR), typical(problem)
+    best, pairs, usual = PAIR_TILES, _in_clusters(device, PAIR), problem.typical
     kind = _Kind(
-        typical=usual,
         best=best,
         adding_of=lambda tiles: way_of_adding(usual, pairs, best, tiles),
         stays=False,
@@ -185,7 +172,7 @@ def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     adding = kind.adding_of(kind.best)
     together = adding is Adding.IN_ORDER or (adding is Adding.ALONE and problem.features.packed)
     may_split_rows = not together and overrides.keys().isdisjoint(("parts", "row_parts"))
-    parts, row_parts = best_parts(kind.typical, kind.best, device.sm_count, may_split_rows=may_split_rows)
+    parts, row_parts = best_parts(problem.typical, kind.best, device.sm_count, may_split_rows=may_split_rows)
     best = replace(kind.best, parts=parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
     misfit = kind.misfit(chosen.tiles)
@@ -275,7 +262,7 @@ def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding:
     # Otherwise threads have no registers to round dQ.
     has_registers = min(tiles.block_m, problem.head_dim) <= PANEL_COLS
     if adding is not Adding.ALONE:
-        few = (problem.features.windowed and kind.stays) or few_add(kind.typical, device, kind.best)
+        few = (problem.features.windowed and kind.stays) or few_add(problem.typical, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
         return problem.longest_keys <= tiles.block_n

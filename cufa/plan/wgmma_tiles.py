@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import typical, with_sizes
+from cufa.plan.choice import with_sizes
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -228,7 +228,7 @@ def fastest_in_parts(
 
     Keys are split with tiles that `may_part`, if the time is less than `worth_it` of that without.
     """
-    best, least = fastest(typical(problem), device, paces)
+    best, least = fastest(problem.typical, device, paces)
     parted = {tiles: pace for tiles, pace in paces.items() if may_part(problem, tiles)}
     in_parts = parting.fastest(problem, device, parted, least, worth_it)
     if in_parts is None:

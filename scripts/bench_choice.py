@@ -31,7 +31,7 @@ from cufa.timing import time_gpu
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "choice.json"))
 # The first rung with tensor cores; those before it are never faster.
 FIRST = {"forward": "fwd_5_mma", "backward": "bwd_3_mma"}
-DTYPE = np.dtype("bfloat16")
+DTYPES = ("bfloat16", "bfloat16", "float32")
 REPEATS = 9
 QUERIES = {
     "forward": (1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
@@ -55,6 +55,7 @@ class Drawn:
     """A random call."""
 
     direction: Direction
+    dtype: str
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -83,14 +84,18 @@ class Numbers:
     """Views of a few arrays of random numbers, so that no problem waits for its own."""
 
     def __init__(self) -> None:
-        some = cupy.random.standard_normal(MOST_ELEMENTS // 16, dtype=np.float32).astype(DTYPE)
-        self._arrays = [cupy.concatenate([some] * 16) for _ in range(4)]
+        some = cupy.random.standard_normal(MOST_ELEMENTS // 16, dtype=np.float32)
+        self._arrays = {
+            dtype: [cupy.concatenate([some.astype(np.dtype(dtype))] * 16) for _ in range(4)]
+            for dtype in set(DTYPES)
+        }
         self._turn = 0
 
-    def of_shape(self, shape: tuple[int, ...]) -> Any:
+    def of_shape(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A tensor; the next three are others."""
-        self._turn = (self._turn + 1) % len(self._arrays)
-        return self._arrays[self._turn][: prod(shape)].reshape(shape)
+        arrays = self._arrays[dtype]
+        self._turn = (self._turn + 1) % len(arrays)
+        return arrays[self._turn][: prod(shape)].reshape(shape)
 
 
 def nearer(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -111,7 +116,7 @@ FEATURES: dict[str, Callable[[Drawn, Numbers], dict[str, Any]]] = {
     "score_mod": lambda drawn, numbers: {"score_mod": nearer},
     "mask_mod": lambda drawn, numbers: {"mask_mod": lambda b, h, i, j: abs(i - j) <= drawn.reach},
     "mask": lambda drawn, numbers: {"mask": cupy.ones((drawn.batch, 1, *drawn.shapes["scores"][2:]), bool)},
-    "bias": lambda drawn, numbers: {"bias": numbers.of_shape(drawn.shapes["scores"])},
+    "bias": lambda drawn, numbers: {"bias": numbers.of_shape(drawn.shapes["scores"], drawn.dtype)},
     "alibi_slopes": lambda drawn, numbers: {"alibi_slopes": cupy.full(drawn.heads, 0.01, np.float32)},
     "seqused_k": lambda drawn, numbers: {"seqused_k": used_keys(drawn)},
 }
@@ -125,6 +130,7 @@ def draw(rng: np.random.Generator, direction: Direction) -> Drawn:
         )
         drawn = Drawn(
             direction,
+            dtype=str(rng.choice(DTYPES)),
             batch=int(rng.choice(BATCHES)),
             seqlen_q=queries,
             seqlen_k=queries if rng.random() < AS_MANY_KEYS[direction] else keys,
@@ -140,7 +146,7 @@ def draw(rng: np.random.Generator, direction: Direction) -> Drawn:
 
 def arguments_of(drawn: Drawn, numbers: Numbers) -> tuple[list[Any], dict[str, Any]]:
     """Q, K and V, and the options of the feature."""
-    tensors = [numbers.of_shape(drawn.shapes[name]) for name in ("q", "k", "k")]
+    tensors = [numbers.of_shape(drawn.shapes[name], drawn.dtype) for name in ("q", "k", "k")]
     return tensors, FEATURES[drawn.feature](drawn, numbers)
 
 
@@ -166,7 +172,7 @@ def seconds_of(drawn: Drawn, names: list[str], numbers: Numbers) -> dict[str, fl
     call: Callable[..., Any] = partial(cufa.attention, *tensors, **options)
     if drawn.direction == "backward":
         outputs = call(return_lse=True)
-        dout = numbers.of_shape(drawn.shapes["q"])
+        dout = numbers.of_shape(drawn.shapes["q"], drawn.dtype)
         call = partial(cufa.attention_backward, dout, *tensors, *outputs, **options)
     asked = {name: None if name == names[0] else name for name in names}  # the first is the call's own
     return {
@@ -193,7 +199,7 @@ def main(calls: int, seed: int) -> None:
     for done, (each, names) in enumerate(zip(tracked, map(list, plans), strict=True), 1):
         seconds = seconds_of(each, names, numbers)
         points.append(asdict(each) | {"chosen": names[0], "seconds": seconds})
-        measured = {"dtype": str(DTYPE), "seed": seed, "points": points}
+        measured = {"seed": seed, "points": points}
         bench_peers.write_record(RECORD, done, len(drawn), measured)
 
 

@@ -698,23 +698,23 @@ def bias(record: Row) -> str:
 
 def chosen_rungs(record: Row) -> str:
     """How much longer than the fastest rung the chosen one takes."""
-    slower: dict[str, list[float]] = {}
+    slower: dict[tuple[str, str], list[float]] = {}
     for point in record["points"]:
         ratio = point["seconds"][point["chosen"]] / min(point["seconds"].values())
-        slower.setdefault(point["direction"], []).append(ratio)
+        slower.setdefault((point["direction"], point["dtype"]), []).append(ratio)
     lines = [
         (
-            direction,
+            *of_calls,
             str(len(ratios)),
             f"{statistics.geometric_mean(ratios):.3f}",
             f"{statistics.quantiles(ratios, n=20)[-1]:.2f}",
             f"{max(ratios):.2f}",
         )
-        for direction, ratios in slower.items()
+        for of_calls, ratios in sorted(slower.items(), reverse=True)
     ]
-    header = ("direction", "calls", "geometric mean", "95 % are below", "most")
+    header = ("direction", "dtype", "calls", "geometric mean", "95 % are below", "most")
     caption = (
-        f"In {record['dtype']}. Measured on an {record['gpu']}, driver {record['driver']}, "
+        f"Measured on an {record['gpu']}, driver {record['driver']}, "
         f"{record['date']}, by `scripts/bench_choice.py` ([choice.json](choice.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"

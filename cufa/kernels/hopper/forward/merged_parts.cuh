@@ -208,7 +208,7 @@ template <class Merger>
 __device__ inline void merge_tile(const ForwardParams& call, const Merger& merger) {
     const int columns = blockIdx.x % Merger::kAllColumns, line = blockIdx.x / Merger::kAllColumns;
     WorkTile work = Order(call).at(call.parting.whole + line / kWarps * call.parting.parts);
-    has_part(call, work);  // limits the number of parts
+    limit_parts(call, work);
     const bool stored = work.parts == 1, empty = work.first_row >= work.sequence(call).seqlen_q;
     if (stored || (kPacked && empty)) return;
     merger.merge_rows(work, {call, work.first_part, work.parts}, columns, line % kWarps);

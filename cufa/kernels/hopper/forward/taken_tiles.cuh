@@ -19,7 +19,7 @@ using Order = OrderOf<kSharesKeys>::type;
 // which has at least one. Returns whether this part is left. A template, because tiles may have no
 // parts.
 template <class Work>
-__device__ inline bool has_part(const ForwardParams& call, Work& work) {
+__device__ inline bool limit_parts(const ForwardParams& call, Work& work) {
     if constexpr (kPartsVary) {
         const KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
         work.parts = min(int(work.parts), max(keys.end - keys.begin, 1));
@@ -77,7 +77,8 @@ class TakenTiles {
             WorkTile work = order.at(index);
             if (!work.exists()) return work;
             const Sequence sequence = work.sequence(call);
-            if ((kPacked && work.first_row >= sequence.seqlen_q) || !has_part(call, work)) continue;
+            if ((kPacked && work.first_row >= sequence.seqlen_q) || !limit_parts(call, work))
+                continue;
             return work;
         }
     }

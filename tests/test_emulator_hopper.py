@@ -499,8 +499,8 @@ PLANTED = {
     ),
     "scores read in flight": (
         "wgmma_forward.cuh",
-        "wait_scores<kWaitsOnce ? 0 : 1>(s, last);",
-        "wait_scores<kWaitsOnce ? 0 : 2>(s, last);",
+        "wait_scores<waits_once() ? 0 : 1>(s, last);",
+        "wait_scores<waits_once() ? 0 : 2>(s, last);",
         r"reads 4 bytes of registers that a product works with\n    wgmma_softmax.cuh:\d+: ",
     ),
     "missing wait for a product": (

@@ -10,6 +10,13 @@
 using Current = CurrentTile<kSharesTiles>;
 using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
+// What options need to know of a tile of keys.
+struct TileOptions {
+    Bias bias;
+    SeenScores seen;  // of a mask, if a tile is cut
+    Kept kept;        // by dropout
+};
+
 // A consumer. Dims are the columns of its sums of O. What each kernel does in its own way, besides
 // what ForwardScores asks for, is in `Self`, which derives from this struct:
 //   kLongTurns                         whether a turn ends when the exponentials begin; if not,
@@ -149,23 +156,20 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                                      int tile, bool last, bool cut = true) {
         RowPair softmax;
         float sums[2];
-        Bias bias;
-        SeenScores seen;
-        [[maybe_unused]] Kept kept;
-        if constexpr (kBias) load_bias(bias, work, tile);
-        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
-        if constexpr (kDropout) draw_kept(kept, work, tile);
+        TileOptions options;
+        look_up(options, work, tile, cut);
+        if constexpr (kDropout) draw_kept(options.kept, work, tile);
         wait_scores<0>(s, last);
-        shape_scores(s, bias, work, tile);
+        shape_scores(s, options.bias, work, tile);
         if constexpr (Self::kHalvesFirst) {
             weigh_first_by_halves(softmax, s, sums, work, tile, last);
         } else {
-            if (cut) self().mask_first(s, seen, work, tile);
+            if (cut) self().mask_first(s, options.seen, work, tile);
             weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
         }
         softmax.add(sums);
         self().round(p, s);
-        if constexpr (kDropout) kept.drop(p);
+        if constexpr (kDropout) options.kept.drop(p);
         if (cut) self().take_out_nonfinite(o, work, tile);
         return softmax;
     }
@@ -218,45 +222,86 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                            bool last, bool cut = Masked) {
         Scores s;
         float sums[2], shrink[2];
-        Bias bias;
-        SeenScores seen;
-        [[maybe_unused]] Kept kept;
-        if constexpr (kBias) load_bias(bias, work, tile);
-        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
+        TileOptions options;
+        look_up(options, work, tile, cut);
+        begin_products(s, o, p);
+        make_scores<Masked>(s, o, options, work, tile, last, cut);
+        bool raised = weigh_tile<Masked>(s, softmax, sums, shrink);
+        raised |= finish_tile_before<Masked>(o, softmax, p, s, sums, shrink, work, tile);
+        if (__builtin_expect(raised, false)) rescale(o, shrink);
+        softmax.add(sums);
+        make_operand(p, s, options);
+        if (Masked && cut) self().take_out_nonfinite(o, work, tile);
+    }
+
+    // Begins to read what options need to know of a tile.
+    __device__ void look_up(TileOptions& options, const WorkTile& work, int tile, bool cut) {
+        if constexpr (kBias) load_bias(options.bias, work, tile);
+        if (kSeenBits && cut) options.seen.load(row_bits + tile * kTileWords);
+    }
+
+    // Issues the scores of a tile and the output of the tile before, once it is the warpgroup's
+    // turn.
+    __device__ void begin_products(Scores& s, Output& o, const Weights& p) {
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
         if (!Self::kLongTurns) turns.pass();
-        if constexpr (kDropout) draw_kept(kept, work, tile);
+    }
 
-        // Of three warpgroups, two keep the tensor cores busy while one waits for both products.
-        // With two stages the producer needs the place of this tile's values soon; but the compiler
-        // would put exponentials before a wait of its own for the output.
-        constexpr bool kWaitsOnce = !Self::kRoundsFirst && kConsumers > 2 && kStages == 2;
-        wait_scores<kWaitsOnce ? 0 : 1>(s, last);
-        if constexpr (kWaitsOnce) self().template wait_output<0>(o, work, tile + 1);
-        shape_scores(s, bias, work, tile);
-        constexpr bool kLate = !Masked && Self::kRaisesLate;
+    // Whether a warpgroup waits for both products at once. Of three, two keep the tensor cores busy
+    // meanwhile. With two stages the producer needs the place of this tile's values soon; but the
+    // compiler would put exponentials before a wait of its own for the output.
+    __device__ static constexpr bool waits_once() {
+        return !Self::kRoundsFirst && kConsumers > 2 && kStages == 2;
+    }
+
+    // Waits for the products and turns them into scores. Meanwhile, draws which weights are kept.
+    template <bool Masked>
+    __device__ void make_scores(Scores& s, Output& o, TileOptions& options, const WorkTile& work,
+                                int tile, bool last, bool cut) {
+        if constexpr (kDropout) draw_kept(options.kept, work, tile);
+        wait_scores<waits_once() ? 0 : 1>(s, last);
+        if constexpr (waits_once()) self().template wait_output<0>(o, work, tile + 1);
+        shape_scores(s, options.bias, work, tile);
+        if (Masked && cut) mask_scores(s, options.seen, work, tile);
+    }
+
+    // Whether maxima are raised only once weights are too large.
+    template <bool Masked>
+    static constexpr bool kLate = !Masked && Self::kRaisesLate;
+
+    // Turns scores into weights, and adds these up. Returns whether it raised maxima before that:
+    // then what was added up so far is to `shrink`.
+    template <bool Masked>
+    __device__ bool weigh_tile(Scores& s, RowPair& softmax, float (&sums)[2], float (&shrink)[2]) {
         bool raised = false;
-        if (Masked && cut) mask_scores(s, seen, work, tile);
-        if (!kLate) raised = softmax.raise(s, tile_scale(), shrink);
+        if (!kLate<Masked>) raised = softmax.raise(s, tile_scale(), shrink);
         if (Self::kLongTurns) turns.pass();
         softmax.weigh(s, tile_scale(), sums);
+        return raised;
+    }
 
-        if constexpr (Self::kRoundsFirst) {
-            raised |= round_first<kLate>(o, softmax, p, s, sums, shrink, work, tile);
-        } else {
-            if constexpr (!kWaitsOnce) self().template wait_output<0>(o, work, tile + 1);
-            if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
-                raise_late(s, softmax, sums, shrink, work, tile);
-                raised = true;
-            }
+    // Waits for the output of the tile before; kLate, looks for weights that are too large.
+    // Returns whether it raised maxima.
+    template <bool Masked>
+    __device__ bool finish_tile_before(Output& o, RowPair& softmax, Weights& p, Scores& s,
+                                       float (&sums)[2], float (&shrink)[2], const WorkTile& work,
+                                       int tile) {
+        if constexpr (Self::kRoundsFirst)
+            return round_first<kLate<Masked>>(o, softmax, p, s, sums, shrink, work, tile);
+        if constexpr (!waits_once()) self().template wait_output<0>(o, work, tile + 1);
+        if (kLate<Masked> && __builtin_expect(softmax.any_too_large(sums), false)) {
+            raise_late(s, softmax, sums, shrink, work, tile);
+            return true;
         }
-        if (__builtin_expect(raised, false)) rescale(o, shrink);
-        softmax.add(sums);
+        return false;
+    }
+
+    // Makes an operand of weights, unless they are rounded already, and drops some.
+    __device__ void make_operand(Weights& p, const Scores& s, const TileOptions& options) {
         if (!Self::kRoundsFirst) self().round(p, s);
-        if constexpr (kDropout) kept.drop(p);
-        if (Masked && cut) self().take_out_nonfinite(o, work, tile);
+        if constexpr (kDropout) options.kept.drop(p);
     }
 
     // Rounds weights, and waits for the output of the tile before. Returns whether it then raised

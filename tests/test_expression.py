@@ -23,7 +23,7 @@ NUMBERS: dict[str, Any] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b * 0.5,
-    "divide": lambda a, b: a / (2 + b * b),
+    "divide": lambda a, b: a / (2 + b * b) + np.reciprocal(1 + b * b * 1.0),
     "power": lambda a, b: a**3 / (1 + a**2) - (1.5 + np.sin(a)) ** np.tanh(b),
     "remainder": lambda a, b: a % 1.75 + 2 // (1 + b**2),
     "exponentials": lambda a, b: np.exp(-(a**2)) + np.exp2(-np.square(b)) + 0.1 * np.expm1(np.tanh(b)),
@@ -34,6 +34,7 @@ NUMBERS: dict[str, Any] = {
     "bounds": lambda a, b: np.clip(a, None, 0.7) + 0.5 * np.clip(b, -0.7, None) + np.clip(a, None, None) / 4,
     "where": lambda a, b: np.where((a < b) | ~(a > -1) & (b != 0), -a, abs(b)),
     "steps": lambda a, b: np.floor(a) + np.ceil(b) - np.sign(a) + np.logical_xor(a > 0, b > 0) * 2.0,
+    "rounded": lambda a, b: np.rint(a) - np.trunc(b) + np.isfinite(a) + 2 * np.isinf(b) + a / 2,
 }
 LEAVES: dict[str, Any] = {
     "score": lambda score, i, j, table, bits: score,
@@ -196,6 +197,20 @@ def test_integers_are_rounded_before_what_floats_do_as_well():
         assert [cast.operands[0].operation for cast in casts] == ["symbol"]
 
 
+def test_integers_that_many_share_are_rounded_once():
+    x, i = symbol("score", "float"), symbol("i", "int32")
+    numbers = np.array([-5, 0, 3], np.int32)
+    shared = i
+    for _ in range(500):
+        shared = np.minimum(np.maximum(shared, -shared), abs(shared))
+    product = x * shared
+    assert len(in_order(product)) < 2500
+    assert [node.operation for node in in_order(product)].count("cast") == 1
+    found = evaluate(product, {"i": numbers, "score": np.ones(3, np.float32)})
+    np.testing.assert_array_equal(found, [5, 0, 3])
+    assert write(product).count(" = ") > 1000
+
+
 def test_what_is_added_to_a_score():
     score, i, h = symbol("score", "float"), symbol("i", "int32"), symbol("h", "float")
     sums = {
@@ -297,6 +312,14 @@ def test_power_of_an_integer_with_a_float_is_a_float():
     assert evaluate(i**2.0, {"i": np.array([100000], np.int32)}) == 1e10
 
 
+def test_fabs_of_an_integer_is_a_float():
+    i = symbol("i", "int32")
+    distance: Any = np.fabs(i)
+    assert distance.kind == "float"
+    assert abs(i).kind == "int32"
+    assert evaluate(distance**2, {"i": np.array([-70000], np.int32)}) == np.float32(4.9e9)
+
+
 def test_sign_of_an_integer_is_an_integer():
     i, table = symbol("i", "int32"), TracedArray("table", "float", 1, "table")
     values = {"i": np.arange(-2, 3, dtype=np.int32), "table": np.arange(3.0)}
@@ -332,6 +355,19 @@ def test_integers_of_64_bits():
     assert "1099511627776LL" in write(i + 2**40)
 
 
+def test_least_integers():
+    """Their absolute values are none, also in C++."""
+    i, numbers = symbol("i", "int32"), np.array([-3, 0, 5], np.int32)
+    for least, kind in ((-(2**31), "int32"), (-(2**63), "int64")):
+        wrapped, bounded = i + least, i > least
+        assert (wrapped.kind, lifted(least).kind) == (kind, kind)
+        assert evaluate(wrapped, {"i": numbers}).dtype == kind
+        np.testing.assert_array_equal(evaluate(wrapped, {"i": numbers}), numbers.astype(kind) + least)
+        assert evaluate(bounded, {"i": numbers}).all()
+    assert "(-2147483647 - 1)" in write(i + -(2**31))
+    assert "(-9223372036854775807LL - 1)" in write(i + -(2**63))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -340,8 +376,10 @@ def test_integers_of_64_bits():
         (lambda x, i, t: max(x, 0), r"np\.maximum"),
         (lambda x, i, t: math.tanh(x), r"np\.tanh\(score\)"),
         (lambda x, i, t: int(x), r"\.astype\(np\.int32\)"),
-        (lambda x, i, t: round(x), r"by round\(\); use np\.floor\(value \+ 0\.5\)$"),
-        (lambda x, i, t: round(x, 2), r"by round\(\); use np\.floor"),
+        (lambda x, i, t: round(x), r"by round\(\); use np\.rint\(value\)$"),
+        (lambda x, i, t: round(x, 2), r"by round\(\); use np\.rint"),
+        (lambda x, i, t: np.float32(i), r"\.astype\(np\.float32\)"),
+        (lambda x, i, t: np.reciprocal(i), r"np\.reciprocal is applied to int32.*use 1 / x$"),
         (lambda x, i, t: math.trunc(x), r"\.astype\(np\.int32\)$"),
         (lambda x, i, t: [1.0, 2.0][i], r"cufa\.ScoreMod\(function, table\)"),
         (lambda x, i, t: TABLE[i, i], r"cufa\.ScoreMod\(function, table\)"),
@@ -372,6 +410,7 @@ def test_integers_of_64_bits():
         (lambda x, i, t: x + "1", "a str is not a number"),
         (lambda x, i, t: lifted((x, x)), "a tuple is not a number; .* returns numbers$"),
         (lambda x, i, t: i + 2**63, "too large for an integer of 64 bits"),
+        (lambda x, i, t: i - (2**63 + 1), "too large for an integer of 64 bits"),
         (lambda x, i, t: x.astype(np.complex64), "it may be bool"),
         *(
             (lambda x, i, t, dtype=dtype: i.astype(dtype), f"cannot be made {dtype}; it may be bool, int32")

@@ -37,6 +37,14 @@ EXACT = {
     ),
     "64 bits that wrap around": lambda x, y, i, j: abs((i.astype(np.int64) << 32) * j - 2**62) * 3 + 2**62,
     "constants that wrap around": lambda x, y, i, j: (i // 2 + 2**30 + 2**30 < i // 2) * 1.0,
+    "least constants": lambda x, y, i, j: (
+        ((i + -(2**31)) ^ (i // 2 - j // 2 - 2**31)) * 1.0
+        + (j > -(2**63))
+        + ((i + -(2**63)) >> 32)
+        + np.maximum(i, -(2**31))
+    ),
+    "rounded": lambda x, y, i, j: np.trunc(x) + np.rint(y),
+    "what is finite": lambda x, y, i, j: np.isfinite(x) + 2 * np.isinf(y) + 4 * np.isnan(x),
     "choices of 32 bits": lambda x, y, i, j: np.where(x > y, 2**20, j) * 4096,
     "sign": lambda x, y, i, j: np.sign(x) + 2 * np.sign(y),
     "by a tiny constant": lambda x, y, i, j: x / 1e-39 + y / 1e-300,
@@ -136,7 +144,12 @@ def test_kernels_have_numpys_answers(compute):
     results = iter(compute("float32", [*EXACT.values(), *ROUNDED.values()], *arguments))
     for rtol, functions in ((0, EXACT), (1e-6, ROUNDED)):
         for name, function in functions.items():
-            np.testing.assert_allclose(next(results), numpys(function, arguments), rtol, err_msg=name)
+            result, expected = next(results), numpys(function, arguments)
+            np.testing.assert_allclose(result, expected, rtol, err_msg=name)
+            number = ~np.isnan(expected)
+            np.testing.assert_array_equal(
+                np.signbit(result[number]), np.signbit(expected[number]), err_msg=name
+            )
 
 
 @np.errstate(all="ignore")

@@ -115,7 +115,10 @@ def _literal(value: float, kind: Kind) -> str:
     if kind == "bool":
         return "true" if value else "false"
     if kind != "float":
-        return f"({value}{'LL' if kind == 'int64' else ''})"
+        suffix = "LL" if kind == "int64" else ""
+        least = -(2**63) if kind == "int64" else -(2**31)
+        # The least integer's absolute value is none.
+        return f"({value + 1}{suffix} - 1)" if value == least else f"({value}{suffix})"
     if math.isnan(value):
         return "not_a_number()"
     if math.isinf(value):

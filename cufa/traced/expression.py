@@ -157,7 +157,7 @@ class Expression:
         raise TypeError("a traced value cannot be made a number by int(); use np.floor or .astype(np.int32)")
 
     def __round__(self, _: Any = None) -> int:
-        raise TypeError("a traced value cannot be rounded by round(); use np.floor(value + 0.5)")
+        raise TypeError("a traced value cannot be rounded by round(); use np.rint(value)")
 
     def __trunc__(self) -> int:
         raise TypeError("a traced value cannot be truncated by math.trunc(); use .astype(np.int32)")
@@ -173,8 +173,9 @@ class Expression:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "a traced value cannot be made an array or index one; use NumPy's ufuncs and np.where, and give "
-            "the function the arrays that it reads, as in cufa.ScoreMod(function, table)"
+            "a traced value cannot be made an array or one of NumPy's numbers, or index an array; use "
+            "NumPy's ufuncs, np.where and .astype(np.float32), and give the function the arrays that it "
+            "reads, as in cufa.ScoreMod(function, table)"
         )
 
 
@@ -237,9 +238,9 @@ def lifted(value: Any) -> Expression:
     if isinstance(value, bool):
         return Expression("constant", "bool", (), value)
     if isinstance(value, int):
-        if abs(value) >= 2**63:
+        if not -(2**63) <= value < 2**63:
             raise TypeError(f"{value} is too large for an integer of 64 bits")
-        return Expression("constant", "int32" if abs(value) < 2**31 else "int64", (), value)
+        return Expression("constant", "int32" if -(2**31) <= value < 2**31 else "int64", (), value)
     if isinstance(value, float):
         return Expression("constant", "float", (), value)
     if hasattr(value, "shape"):
@@ -281,13 +282,19 @@ def asks_score(expression: Expression) -> bool:
     return any(node.operation == "symbol" and node.kind == "float" for node in in_order(expression))
 
 
-def in_order(*roots: Expression) -> list[Expression]:
-    """All nodes of the expressions, each once and after its operands."""
+def in_order(
+    *roots: Expression, through: Callable[[Expression], bool] = lambda node: True
+) -> list[Expression]:
+    """All nodes of the expressions, each once and after its operands.
+
+    Operands of a node come along only if `through` is true of it.
+    """
     done: dict[int, Expression] = {}
     pending = list(reversed(roots))
     while pending:
         node = pending[-1]
-        missing = [operand for operand in node.operands if id(operand) not in done]
+        operands = node.operands if through(node) else ()
+        missing = [operand for operand in operands if id(operand) not in done]
         if missing:
             pending += reversed(missing)
         else:
@@ -437,6 +444,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sin": Operation(np.sin, "sin_of({})", _real, _by_partials(lambda x, y: (apply("cos", x),))),
     "cos": Operation(np.cos, "cos_of({})", _real, _by_partials(lambda x, y: (-apply("sin", x),))),
     "floor": Operation(np.floor, "floor_of({})", _real, _no_slope),
+    "rint": Operation(np.rint, "rint_of({})", _real, _no_slope),
     "minimum": Operation(np.minimum, "minimum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a <= b)),
     "maximum": Operation(np.maximum, "maximum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a >= b)),
     "where": Operation(
@@ -468,15 +476,26 @@ def _sign(x: Expression) -> Expression:
     return apply("where", x > 0.0, 1.0, apply("where", x < 0.0, -1.0, neither))
 
 
-_SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
+def _reciprocal(x: Expression) -> Expression:
+    if x.kind != "float":
+        raise TypeError(f"np.reciprocal is applied to {x.kind}, and would round the result to 0; use 1 / x")
+    return 1 / x
+
+
+_SYNONYMS = {"true_divide": "divide", "mod": "remainder", "abs": "absolute"}
 # Operations that are composed of others.
 _COMPOSED: Mapping[str, Callable[..., Expression]] = {
     "positive": lambda x: x,
     "square": lambda x: x * x,
+    "fabs": lambda x: apply("absolute", _cast(x, "float")),
+    "reciprocal": _reciprocal,
     "sign": _sign,
     "ceil": lambda x: -apply("floor", -x),
+    "trunc": lambda x: apply("where", x < 0, apply("ceil", x), apply("floor", x)),
     "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
     "isnan": lambda x: x != x,
+    "isinf": lambda x: apply("fabs", x) == math.inf,
+    "isfinite": lambda x: apply("fabs", x) < math.inf,
 }
 
 
@@ -507,10 +526,26 @@ def _as_product(base: Expression, exponent: Expression) -> Expression | None:
 
 
 def _cast(value: Expression, kind: Kind) -> Expression:
+    if kind != "float":
+        return _cast_after(value, kind)
+    # Each once, though many of them may share an operand.
+    done: dict[int, Expression] = {}
+    for node in in_order(value, through=_casts_before):
+        done[id(node)] = (
+            apply(node.operation, *(done[id(operand)] for operand in node.operands))
+            if _casts_before(node)
+            else _cast_after(node, kind)
+        )
+    return done[id(value)]
+
+
+def _casts_before(node: Expression) -> bool:
+    return node.kind != "float" and node.operation in _CAST_BEFORE
+
+
+def _cast_after(value: Expression, kind: Kind) -> Expression:
     if value.kind == kind:
         return value
-    if kind == "float" and value.operation in _CAST_BEFORE:
-        return apply(value.operation, *(_cast(operand, kind) for operand in value.operands))
     if value.operation == "constant" and kind in ("int64", "float"):
         return Expression("constant", kind, (), float(value.value) if kind == "float" else int(value.value))
     return Expression("cast", kind, (value,), kind)

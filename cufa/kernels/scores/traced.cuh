@@ -172,6 +172,12 @@ __device__ inline float floor_of(float x) {
 __device__ inline double floor_of(double x) {
     return floor(x);
 }
+__device__ inline float rint_of(float x) {
+    return rintf(x);
+}
+__device__ inline double rint_of(double x) {
+    return rint(x);
+}
 __device__ inline float power(float x, float y) {
     return powf(x, y);
 }
@@ -233,11 +239,19 @@ __device__ inline bool is_across(T rest, T b) {
     return rest != 0 && (rest < 0) != (b < 0);
 }
 
-// Quotients are rounded down, so remainders have the divisor's sign.
+// Quotients are rounded down, so remainders have the divisor's sign, even if they are 0.
 template <class T>
 __device__ inline T remainder_of(T a, T b) {
     const T rest = rest_of(a, b);
     return is_across(rest, b) ? rest + b : rest;
+}
+__device__ inline float remainder_of(float a, float b) {
+    const float remainder = remainder_of<float>(a, b);
+    return remainder == 0 ? (b < 0 ? -0.0f : 0.0f) : remainder;
+}
+__device__ inline double remainder_of(double a, double b) {
+    const double remainder = remainder_of<double>(a, b);
+    return remainder == 0 ? (b < 0 ? -0.0 : 0.0) : remainder;
 }
 // For integers, 0 if b is 0. The least integer is its own negative.
 template <class T>
@@ -246,14 +260,17 @@ __device__ inline T floor_divide(T a, T b) {
     if (b == -1) return negative_of(a);
     return a / b - is_across(a % b, b);
 }
-// After subtracting the remainder, which is exact, the quotient is whole except for rounding.
+// After subtracting the remainder, which is exact, the quotient is whole except for rounding. If it
+// is 0, it has the sign of a / b, which is finite then.
 __device__ inline float floor_divide(float a, float b) {
-    const float rest = rest_of(a, b);
-    return b == 0 ? a / b : rintf((a - rest) / b - is_across(rest, b));
+    const float quotient = a / b, rest = rest_of(a, b);
+    const float whole = rintf((a - rest) / b - is_across(rest, b));
+    return b == 0 ? quotient : whole == 0 ? quotient * 0 : whole;
 }
 __device__ inline double floor_divide(double a, double b) {
-    const double rest = rest_of(a, b);
-    return b == 0 ? a / b : rint((a - rest) / b - is_across(rest, b));
+    const double quotient = a / b, rest = rest_of(a, b);
+    const double whole = rint((a - rest) / b - is_across(rest, b));
+    return b == 0 ? quotient : whole == 0 ? quotient * 0 : whole;
 }
 
 // Shifts by a negative number, or by more bits than there are, shift out all bits.

@@ -24,7 +24,14 @@ from cufa.arrays import check_elements
 from cufa.messages import counted, kind_of, shown
 from cufa.problem import Shape, dtype_of
 from cufa.traced.code import write_slopes
-from cufa.traced.derivatives import added_terms, derivative, element_derivatives, is_of_distance, times
+from cufa.traced.derivatives import (
+    added_terms,
+    derivative,
+    element_derivatives,
+    has_large_constant,
+    is_of_distance,
+    times,
+)
 from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import (
     Expression,
@@ -314,11 +321,12 @@ class ScoreMod(_Mod):
         has_slopes = self.slope.operation != "constant" or self.slope.value != 1
         added = added_terms(self.expression, "score")
         in_units = [times(term, symbol("unit", "float"), _VARYING) for term in added or [lifted(0.0)]]
+        adds = added is not None and not self._looks_up and not has_large_constant(added)
         return "\n".join(
             (
                 f"constexpr bool kScoreModSlopes = {cpp_bool(has_slopes)};\n",
                 f"constexpr bool kSlopeAsksScore = {cpp_bool('score' in names_in(self.slope))};\n",
-                f"constexpr bool kScoreModAdds = {cpp_bool(added is not None and not self._looks_up)};\n",
+                f"constexpr bool kScoreModAdds = {cpp_bool(adds)};\n",
                 f"constexpr bool kScoreModLooksUp = {cpp_bool(self._looks_up)};\n",
                 function_of("acc_t", "modified_score", "acc_t score, ", self.expression),
                 function_of("acc_t", "modified_slope", "acc_t score, ", self.slope),

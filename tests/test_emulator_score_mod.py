@@ -303,6 +303,56 @@ def test_slopes_that_16_bits_cannot_hold(rng, kernel, head_dim, function, scale)
     assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
 
 
+LEAST = float(np.finfo(np.float32).min)
+HIDING = {
+    "least": lambda score, b, h, q_idx, kv_idx, t: score + (kv_idx > q_idx) * LEAST,
+    "subtracted": lambda score, b, h, q_idx, kv_idx, t: score - 1e38 * (kv_idx > q_idx),
+    "not shown": lambda score, b, h, q_idx, kv_idx, t: score + (1.0 - (kv_idx <= q_idx)) * -1e9,
+    "chosen": lambda score, b, h, q_idx, kv_idx, t: score + np.where(kv_idx > q_idx, LEAST, 0),
+    "element": lambda score, b, h, q_idx, kv_idx, t: score + (kv_idx > q_idx) * t[h],
+    "infinite": lambda score, b, h, q_idx, kv_idx, t: score + np.where(kv_idx > q_idx, -np.inf, 0),
+}
+
+
+def hiding_case(rng, dtype, name, scale, **sizes):
+    """Keys after a query are hidden by a number that is added; and the same case, by a mask_mod."""
+    case = cases.draw_case(rng, dtype, (), seqlen_q=70, seqlen_k=70, heads=2, kv_heads=1, **sizes)
+    if scale is not None:
+        case.numbers["softmax_scale"] = scale
+    mod = ScoreMod(HIDING[name], np.array([LEAST, -1e38], np.float32))
+    masked = {"mask_mod": MaskMod(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)}
+    numbers = [{**case.numbers, **added} for added in ({"score_mod": mod}, masked)]
+    return [replace(case, numbers=of_case) for of_case in numbers]
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 1e-20, -0.3], ids=str)
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "head_dim"),
+    [
+        ("fwd_5_mma", "float16", 40),
+        ("fwd_6_wgmma", "bfloat16", 64),
+        ("fwd_8_split_kv", "bfloat16", 40),
+        ("fwd_9_float32", "float32", 40),
+        ("fwd_10_wgmma_wide", "float16", 272),
+    ],
+)
+def test_keys_hidden_by_adding_large_numbers(rng, kernel, dtype, head_dim, name, scale):
+    """Nothing but those keys is hidden, in whatever units scores are."""
+    case, masked = hiding_case(rng, dtype, name, scale, head_dim=head_dim)
+    inputs, tiles = (case.problem.q, case.problem.k, case.problem.v), TILES.get(kernel)
+    out, lse = calls.attention(*inputs, kernel=kernel, tiles=tiles, device=FEW_SMS, **case.emulator_forward)
+    assert_attention(out, lse, masked.problem, **masked.forward)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0], ids=str)
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize(("kernel", "head_dim"), [("bwd_4_wgmma", 64), ("bwd_5_wgmma_wide", 136)])
+def test_gradients_of_keys_hidden_by_adding_large_numbers(rng, kernel, head_dim, name, scale):
+    case, masked = hiding_case(rng, "bfloat16", name, scale, head_dim=head_dim)
+    assert_gradients(gradients_of(kernel, case), masked.problem, **masked.backward)
+
+
 def check_backward(case, kernel):
     inputs = case.problem.q, case.problem.k, case.problem.v
     kinds = case.problem.q.dtype, accumulator_dtype(case.problem.dtype_name)

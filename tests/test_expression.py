@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cufa.traced.code import write
-from cufa.traced.derivatives import added_terms, derivative, is_of_distance, times
+from cufa.traced.derivatives import added_terms, derivative, has_large_constant, is_of_distance, times
 from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import TracedArray, apply, in_order, lifted, symbol
 
@@ -232,6 +232,54 @@ def test_products_begin_with_what_stays_the_same():
     assert evaluate(product, {"h": 0.5, "i": -3, "unit": 4.0}) == -6
     assert "= h * unit;" in write(product)
     assert evaluate(times(1.0 * i, unit, {"i"}), {"i": -3, "unit": 4.0}) == -12
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("unit", [8, -8, 1.5e30, 1e-30])
+@pytest.mark.parametrize("number", [np.finfo(np.float32).min, -1e38, 1e9, -1e6, 0.25])
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda seen, number, h: seen * number,
+        lambda seen, number, h: -(h * seen),
+        lambda seen, number, h: seen * (h * 0.5),
+        lambda seen, number, h: np.where(seen, number, 0) * seen,
+        lambda seen, number, h: (1.0 - seen) * number,
+        lambda seen, number, h: seen * 1.0 * number * 0.5 * h,
+    ],
+)
+def test_products_of_zero_are_zero(unit, number, product):
+    """However large the rest is, if it is finite."""
+    places = {"h": np.float32(number), "i": np.arange(3, dtype=np.int32), "unit": np.float32(unit)}
+    h, seen = symbol("h", "float"), symbol("i", "int32") > 0
+    found, plain = (
+        evaluate_all([lifted(expression)], places, np.dtype(np.float32))[0]
+        for expression in (
+            times(product(seen, float(number), h), symbol("unit", "float"), {"i"}),
+            product(seen, float(number), h),
+        )
+    )
+    zero = plain == 0
+    assert zero.any()
+    assert (found[zero] == 0).all()
+    assert (np.sign(found[~zero]) == np.sign(plain[~zero] * places["unit"])).all()
+
+
+@np.errstate(invalid="ignore")
+def test_products_with_what_is_not_finite_are_not():
+    h, i, unit = symbol("h", "float"), symbol("i", "int32"), symbol("unit", "float")
+    product = times(i * h, unit, {"i"})
+    for number, expected in ((-math.inf, [math.nan, -math.inf]), (math.nan, [math.nan, math.nan])):
+        found = evaluate(product, {"h": number, "i": np.arange(2), "unit": 4.0})
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_which_constants_are_large():
+    i = symbol("i", "int32")
+    for small in (-1e6 * i, i + 1000, np.where(i > 0, 0, -math.inf), i * math.nan):
+        assert not has_large_constant([lifted(small)])
+    for large in (-1e9 * i, i + 2**20, np.where(i > 0, 0, -1e38)):
+        assert has_large_constant([lifted(0), lifted(large)])
 
 
 @pytest.mark.parametrize(

@@ -376,6 +376,22 @@ def test_errors_of_others_are_followed_by_what_can_be_traced(function: Any, reas
         _ = ScoreMod(function).expression
 
 
+@pytest.mark.parametrize(
+    ("function", "in_units"),
+    [
+        (lambda s, b, h, i, j: s - 0.25 * abs(i - j), True),
+        (lambda s, b, h, i, j: np.where(j > i, -np.inf, 0) + s, True),
+        (lambda s, b, h, i, j: s + (j > i) * -1e9, False),
+        (lambda s, b, h, i, j: np.where(j > i, -1e38, 0) + s, False),
+        (lambda s, b, h, i, j: 0.5 * s, False),
+    ],
+)
+def test_large_constants_are_added_to_scores_and_not_to_products(function: Any, in_units: bool) -> None:
+    """Where they could overflow: a score may be many products."""
+    text = header(ScoreMod(function).written, None)
+    assert ("kScoreModAdds = true" in text, "kScoreModAdds = false" in text) == (in_units, not in_units)
+
+
 def add_slope(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
     return score + slopes[h] * (j - i)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence, Set
 
 from cufa.traced.code import Lines
-from cufa.traced.expression import OPERATIONS, Expression, in_order, lifted, names_in
+from cufa.traced.expression import OPERATIONS, Expression, apply, in_order, lifted, names_in
+
+# Constants up to this may be multiplied by what makes scores products, which is at most 1.5e30.
+_LARGEST_FACTOR = 1e6
+# Compilers compute what follows the branches of these again for each score.
+_BRANCHING = {"power", "log1p", "sin", "cos", "floor_divide", "remainder"}
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 
 
 def derivative(expression: Expression, variable: str) -> Expression | None:
@@ -91,12 +98,37 @@ def added_terms(expression: Expression, name: str) -> list[Expression] | None:
     return terms if expression.operation == "symbol" and expression.value == name else None
 
 
+def has_large_constant(expressions: Sequence[Expression]) -> bool:
+    """Whether a finite constant in the expressions may overflow if it is multiplied by another number."""
+    constants = (node.value for node in in_order(*expressions) if node.operation == "constant")
+    return any(_LARGEST_FACTOR < abs(constant) < math.inf for constant in constants)
+
+
 def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:
-    """The product; factors that do not depend on the varying symbols are multiplied first."""
+    """The product with a finite factor; what does not depend on the varying symbols is multiplied first.
+
+    Nothing overflows there: infinity times 0 would be NaN, where the expression is 0.
+    """
     operands = expression.operands
     if expression.operation == "negative":
         return -times(operands[0], factor, varying)
     if expression.operation == "multiply":
         same, other = sorted(operands, key=lambda operand: bool(varying & names_in(operand)))
-        return times(same, factor, varying) * other
+        if varying & names_in(other) and _comes_first(same, varying):
+            return _finite_product(same, factor) * other
     return expression * factor
+
+
+def _comes_first(number: Expression, varying: Set[str]) -> bool:
+    """Whether the product of a factor and this number is computed once for many scores, and is finite."""
+    operations = {node.operation for node in in_order(number)}
+    return not (varying & names_in(number) or has_large_constant([number]) or operations & _BRANCHING)
+
+
+def _finite_product(number: Expression, factor: Expression) -> Expression:
+    """The product, which is the largest float32 instead of infinity unless the number is infinite."""
+    product = number * factor
+    if number.operation == "constant":
+        return product
+    bounded = apply("minimum", apply("maximum", product, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+    return apply("where", apply("absolute", number) < math.inf, bounded, product)

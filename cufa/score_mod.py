@@ -84,6 +84,11 @@ class _Mod:
                 f"{names} of {kind} is given by name; arrays are given by position, as in "
                 f"cufa.{kind}(function, {names})"
             )
+        if isinstance(function, _Mod):
+            raise TypeError(
+                f"{self.name}'s function is a {type(function).__name__}; it must be a function, as "
+                "mod.function is"
+            )
         if not callable(function):
             raise TypeError(f"{self.name}'s function is {shown(function)}; it must be a function")
         self._function = function
@@ -147,8 +152,10 @@ class _Mod:
             reason = str(error)
             if len(frames) == 1:  # The call itself failed; no line of the function ran.
                 reason += f"; it is called with ({', '.join((*self.symbols, *self.named_arrays))})"
-            elif frames[-1].f_globals.get("__name__") != Expression.__module__:
-                # Another library's error, which does not say what can be traced.
+            elif frames[-1].f_globals.get("__name__") not in (Expression.__module__, __name__):
+                # The function's own error or another library's, which does not say what can be traced.
+                if not isinstance(error, RecursionError):
+                    reason = f"the function raised {type(error).__name__}: {reason}"
                 reason += (
                     "; a traced function may use Python's operators, NumPy's functions and elements of the "
                     f"arrays it is given, as in cufa.{type(self).__name__}(function, table)"
@@ -168,8 +175,23 @@ class _Mod:
             yield f"{names[number]} ({title})" if number < len(names) else title
 
     def __call__(self, *symbols: Any) -> Any:
-        """Evaluate the function for these values of its symbols: arrays that broadcast."""
-        return self._evaluated((self.expression,), symbols)[0]
+        """Evaluate the function for these values of its symbols: arrays that broadcast.
+
+        For symbols of another function that is being traced, an expression; then no arrays may be read.
+        """
+        if len(symbols) != len(self.symbols):
+            raise TypeError(
+                f"a {type(self).__name__} is called with {counted(len(symbols), 'argument')}; it takes "
+                f"{', '.join(self.symbols)}"
+            )
+        if not any(isinstance(value, Expression) for value in symbols):
+            return self._evaluated((self.expression,), symbols)[0]
+        if self.arrays:
+            raise TypeError(
+                f"a {type(self).__name__} that reads arrays is called in a traced function; write one "
+                "function that takes all arrays, and call mod.function with those of mod"
+            )
+        return lifted(self.function(*map(lifted, symbols)))
 
     def _evaluated(self, expressions: Sequence[Expression], symbols: tuple[Any, ...]) -> list[Any]:
         arrays = {field_name(name): array for name, array in self.named_arrays.items()}

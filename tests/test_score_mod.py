@@ -364,16 +364,65 @@ class Foreign:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda s, b, h, i, j: s + Foreign()[h], r"only integers are valid indices \(got Expression\)"),
-        (lambda s, b, h, i, j: (i - j).abs(), "'Expression' object has no attribute 'abs'"),
-        (lambda s, *_: divmod(s, 2), r"unsupported operand type\(s\) for divmod\(\): .*"),
-        (lambda s, b, h, i, j: {0: s}[h], r"Expression\(.*\)"),
+        (
+            lambda s, b, h, i, j: s + Foreign()[h],
+            r"IndexError: only integers are valid indices \(got Expression\)",
+        ),
+        (lambda s, b, h, i, j: (i - j).abs(), "AttributeError: 'Expression' object has no attribute 'abs'"),
+        (lambda s, *_: divmod(s, 2), r"TypeError: unsupported operand type\(s\) for divmod\(\): .*"),
+        (lambda s, b, h, i, j: {0: s}[h], r"KeyError: Expression\(.*\)"),
+        (lambda s, *_: {}["mine"], "KeyError: 'mine'"),
+        (lambda s, *_: fail(), "TypeError: mine"),
     ],
 )
 def test_errors_of_others_are_followed_by_what_can_be_traced(function: Any, reason: str) -> None:
     hint = r"a traced function may use .* NumPy's functions and .* cufa\.ScoreMod\(function, table\)"
-    with pytest.raises(TypeError, match=f"^score_mod cannot be traced: {reason}; {hint}$"):
+    message = f"^score_mod cannot be traced: the function raised {reason}; {hint}$"
+    with pytest.raises(TypeError, match=message) as caught:
         _ = ScoreMod(function).expression
+    assert type(caught.value.__cause__).__name__ == reason.split(":")[0]
+
+
+def fail() -> None:
+    raise TypeError("mine")
+
+
+def in_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx < 9
+
+
+def test_functions_that_call_others(arrays: list[Any]) -> None:
+    """Those that read no arrays may be called as they are, others with the arrays of both."""
+    causal = MaskMod(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    seen = MaskMod(lambda b, h, q_idx, kv_idx, x: x[kv_idx] > 0, np.arange(40) % 3)
+    half = ScoreMod(lambda score, *_: score / 2)
+    expected = both_directions(
+        arrays,
+        score_mod=lambda s, b, h, i, j: s / 2 + 1,
+        mask_mod=MaskMod(lambda b, h, i, j, x: (j <= i) & (i - j < 9) & (x[j] > 0), *seen.arrays),
+    )
+    own = both_directions(
+        arrays,
+        score_mod=lambda score, *place: half(score, *place) + 1,
+        mask_mod=MaskMod(
+            lambda b, h, i, j, x: causal(b, h, i, j) & in_window(b, h, i, j) & seen.function(b, h, i, j, x),
+            *seen.arrays,
+        ),
+    )
+    for mine, theirs in zip(own, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(
+        TypeError, match=r"^mask_mod cannot be traced: a MaskMod that reads arrays is called in"
+    ):
+        cufa.attention(*arrays[:3], mask_mod=lambda *place: causal(*place) & seen(*place), backend="numpy")
+    with pytest.raises(
+        TypeError, match=r"^a MaskMod is called with 3 arguments; it takes b, h, q_idx, kv_idx$"
+    ):
+        causal(0, 0, 1)
+    for kind in (ScoreMod, MaskMod):
+        expected_error = rf"^{kind.name}'s function is a MaskMod; it must be a function, as mod\.function is$"
+        with pytest.raises(TypeError, match=expected_error):
+            kind(causal)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from cufa.plan.companions import softmax_launches
 from cufa.plan.record import MAX_GRID
 from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
+from cufa.plan.suited import unsuited
 from cufa.plan.tiled import Tiles
 from cufa.problem import Direction, Features, Problem
 from cufa.rounding import ceil_div, round_up
@@ -645,7 +646,7 @@ def test_the_cheapest_or_last_rung_is_taken(arch: str, direction: Direction, dty
     device = Device.of(arch)
     problem = replace(problem_for("fwd_1_naive", dtype), direction=direction)
     fits = [row for row in KERNELS.values() if not row.unsupported(problem, device)]
-    last = [row.name for row in fits if not row.on_request and not row.unsuited(problem, device)][-1]
+    last = [row.name for row in fits if not row.on_request and not unsuited(row, problem, device)][-1]
     chosen = make_plan(problem, device)
     asked = make_plan(problem, device, chosen.kernel)
     prices = {row.name: PRICES[row.name](problem, device) for row in fits if row.name in PRICES}
@@ -666,8 +667,7 @@ COPY = replace(KERNELS["fwd_4_flash_v2"], name="fwd_99_copy", entries=("fwd_99_c
 def add_to_the_ladder(monkeypatch: pytest.MonkeyPatch, kernel: kernels.Kernel) -> None:
     """As its last rung, with the planner of fwd_4_flash_v2."""
     ladder = {**KERNELS, kernel.name: kernel}
-    monkeypatch.setattr(kernels, "_LADDER", (*ladder.values(),))
-    for module in (kernels, PLANNING):
+    for module in (kernels, PLANNING, rungs):
         monkeypatch.setattr(module, "KERNELS", ladder)
     monkeypatch.setitem(PLANNING._PLANNERS, kernel.name, tiled.flash_v2)
 

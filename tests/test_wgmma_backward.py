@@ -11,6 +11,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
+from cufa.plan.suited import unsuited
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -285,8 +286,8 @@ def test_head_dims_have_their_kernel():
     assert best_kernel(biased, H200).name == WIDE
     assert "supports head dims from 129, and this is 128" in KERNELS[WIDE].unsupported(problem(128), H200)
     assert KERNELS[WIDE].unsupported(problem(192, 128), H200) is None
-    assert "half as many keys at a time" in KERNELS[WIDE].unsuited(problem(192, 128), H200)
-    assert KERNELS[WIDE].unsuited(problem(192), H200) is None
+    assert "half as many keys at a time" in unsuited(KERNELS[WIDE], problem(192, 128), H200)
+    assert unsuited(KERNELS[WIDE], problem(192), H200) is None
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_two_blocks_share_wide_heads():
 )
 def test_where_pairs_are_slower(call, why):
     assert KERNELS[PAIR].unsupported(call, H200) is None
-    assert why in KERNELS[PAIR].unsuited(call, H200)
+    assert why in unsuited(KERNELS[PAIR], call, H200)
     assert best_kernel(call, H200).name != PAIR
 
 
@@ -375,7 +376,7 @@ def test_few_keys_go_to_pairs_where_sms_would_be_idle_or_are_enough_for_one(call
 def test_few_short_sequences_under_a_mask_have_another():
     masked = replace(problem(192, seqlen=64), features=Features(mask=(1, 1, 64, 64)))
     assert best_kernel(masked, H200).name == "bwd_3_mma"
-    assert "for so few queries and keys" in KERNELS[WIDE].unsuited(masked, H200)
+    assert "for so few queries and keys" in unsuited(KERNELS[WIDE], masked, H200)
     for other in (
         replace(masked, batch=34),
         replace(masked, seqlen_k=81),

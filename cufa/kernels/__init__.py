@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cufa.device import Device
-from cufa.kernels.short_backward import is_short, is_short_if_wide
 from cufa.messages import shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, MAX_VALUE_DIM, Direction, Problem, one_of
-from cufa.rounding import ceil_div, round_up
+from cufa.rounding import round_up
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.
@@ -24,26 +23,12 @@ _MAX_DIMS: Mapping[Direction, Mapping[str, int]] = {
 # What the smallest tiles of the backward on mma.sync, or of the gradient of a bias, have in shared memory:
 # rows of Q and K, and as many of dO and V, whose columns four warps divide in steps of 16; and all else.
 _LEAST_ROWS, _COLUMN_STEP, _OTHER_BYTES = 32, 64, 3072
-# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves; and
-# the keys of a block. Measured on an H200, like all below.
-_SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
-# How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
-# these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
-_LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
-# The keys of a pair of blocks of the Hopper backward, the fewest head dims (K has two panels of them), and up
-# to how many half of its dQ is padding.
-_PAIR_KEYS, _LEAST_IN_PAIRS, _PADDED_IN_PAIRS = 128, 65, 128
-# Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
-# keys; above, for how few queries, and up to how many keys that a row sees in a window. A window must hide
-# most keys: a row has so many times as many as it sees. With no more keys than a pair has, a pair is slower
-# only for few queries in a window and, with few head dims, for half as many keys if no SM is idle.
-_NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS, _HIDDEN_BY_WINDOW = 192, 64, 512, 4
+# The fewest head dims of a pair of blocks of the Hopper backward: K has two panels of them.
+_LEAST_IN_PAIRS = 65
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Columns of a key in 8 bits that a lane loads at once.
 _WIDENED_COLS = 16
-# Where three products of tf32 take less time than one of float32 on CUDA cores.
-_FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
 
 @dataclass(frozen=True)
@@ -152,13 +137,6 @@ class Kernel:
             return f"{self.name} does not support deterministic with dscore_mod (its order of sums varies)"
         return None
 
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """None if the kernel is the one to take where it is supported, else why the rung before is faster."""
-        exact = problem.dtype == "float32" and not problem.features.tf32
-        if self.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
-            return f"{self.name} needs three tf32 products for each in float32, too slow on {device.arch}"
-        return None
-
 
 @dataclass(frozen=True)
 class HopperKernel(Kernel):
@@ -246,29 +224,6 @@ class HopperBackward(HopperKernel):
             )
         return reason
 
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for short
-        sequences.
-        """
-        if problem.features.bias_dtype == "float32":
-            return f"{self.name} is slower than the mma.sync rungs with a bias in float32"
-        if is_short(problem, device):
-            return f"{self.name} is slower than the mma.sync rungs for so few queries or keys"
-        return super().unsuited(problem, device)
-
-
-@dataclass(frozen=True)
-class WideHopperBackward(HopperKernel):
-    """One whose warpgroups share keys, half as many; over head dim 256, with those of another block."""
-
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own, nor for short sequences."""
-        if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
-            return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
-        if is_short_if_wide(problem, device):
-            return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
-        return None
-
 
 @dataclass(frozen=True)
 class PairHopperBackward(HopperKernel):
@@ -285,32 +240,6 @@ class PairHopperBackward(HopperKernel):
             return f"{self.name} needs {least}, and this is {problem.head_dim}"
         return reason
 
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: not where one block can do it, nor where half of dQ is padding, nor for few
-        keys or queries, nor in a narrow window.
-        """
-        if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
-            return f"{self.name} needs two blocks where bwd_4_wgmma needs one"
-        if problem.head_dim <= _PADDED_IN_PAIRS:
-            return f"{self.name} is slower than bwd_5_wgmma_wide up to head dim {_PADDED_IN_PAIRS}"
-        if is_short_if_wide(problem, device):
-            return f"{self.name} is slower than the mma.sync rungs for so few queries and keys"
-        narrow = problem.head_dim <= _NARROW_IN_PAIRS
-        usual = problem.typical
-        queries, keys = usual.seqlen_q // usual.packed_sequences, usual.mean_keys
-        half_idle = keys <= _BLOCK_KEYS and narrow and problem.batch * problem.kv_heads > device.sm_count
-        few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
-        if keys <= _PAIR_KEYS and not half_idle and not few_in_window:
-            return None
-        # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.
-        padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
-        if padded or queries <= (_PAIR_KEYS if narrow else _FEW_IN_PAIRS):
-            return f"{self.name} is slower than bwd_5_wgmma_wide for so few queries or keys"
-        hides_most = problem.features.windowed and _HIDDEN_BY_WINDOW * problem.seen_keys <= keys
-        if hides_most and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
-            return f"{self.name} is slower than bwd_5_wgmma_wide in so narrow a window"
-        return None
-
 
 @dataclass(frozen=True)
 class Float32Kernel(HopperKernel):
@@ -324,24 +253,6 @@ class Float32Kernel(HopperKernel):
     ascending_only: bool = False
     max_head_dim: int = 128
     max_value_dim: int = 128
-
-
-@dataclass(frozen=True)
-class Float32Backward(Float32Kernel):
-    """One whose blocks have 64 keys."""
-
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor for short sequences, nor where heads that share few keys are parted."""
-        tf32, sequences = problem.features.tf32, problem.packed_sequences
-        queries, keys = (ceil_div(n, sequences) for n in (problem.seqlen_q, problem.seqlen_k))
-        short = queries <= _SHORT_IN_TF32 if tf32 else max(queries, keys) <= _SHORT_IN_HALVES
-        if short:
-            return f"{self.name} is slower than the mma.sync rungs for sequences this short"
-        blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
-        least = device.sm_count * _LEAST_BLOCKS[tf32] * (2 if problem.causal else 1)
-        if problem.heads > problem.kv_heads and blocks < least:
-            return f"{self.name} would have only {blocks} blocks for {device.sm_count} SMs"
-        return super().unsuited(problem, device)
 
 
 def features_in_words(kernel: Kernel) -> str:
@@ -558,7 +469,7 @@ _LADDER = (
         max_value_dim=128,
         features=_HOPPER_BACKWARD_FEATURES | {"dscore_mod", "dropout_p"},
     ),
-    WideHopperBackward(
+    HopperKernel(
         name="bwd_5_wgmma_wide",
         direction="backward",
         entries=_HOPPER_BACKWARD_ENTRIES,
@@ -570,13 +481,13 @@ _LADDER = (
         max_value_dim=512,
         features=_HOPPER_BACKWARD_FEATURES | {"dropout_p"},
     ),
-    Float32Backward(
+    Float32Kernel(
         name="bwd_6_float32",
         direction="backward",
         entries=_FLOAT32_BACKWARD_ENTRIES,
         features=_FLOAT32_BACKWARD_FEATURES,
     ),
-    Float32Backward(
+    Float32Kernel(
         name="bwd_7_float32_wide",
         direction="backward",
         entries=_FLOAT32_BACKWARD_ENTRIES,
@@ -614,7 +525,7 @@ def kernel_named(name: str, direction: str | None = None) -> Kernel:
     """
     kernel = KERNELS.get(whole_name(name, KERNELS)) if isinstance(name, str) else None
     if kernel is None:
-        allowed = (kernel.name for kernel in _LADDER if direction in (None, kernel.direction))
+        allowed = (kernel.name for kernel in KERNELS.values() if direction in (None, kernel.direction))
         raise ValueError(f"kernel is {shown(name)}; it may be {', '.join(allowed)}")
     return kernel
 
@@ -623,29 +534,6 @@ def reads_transposed(problem: Problem, device: Device, name: str | None = None) 
     """Whether a kernel, or that of this name, can solve a problem whose values are stored transposed."""
     kernels = KERNELS.values() if name is None else (kernel_named(name),)
     return any(kernel.reads_transposed and not kernel.unsupported(problem, device) for kernel in kernels)
-
-
-def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
-    """Why each rung, by name and in the ladder's order, is not for a call that names none.
-
-    None for a rung that supports and suits the problem and is not there on request only. Raises ValueError if
-    none does, with the reason of each that takes the dtypes.
-    """
-    rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
-    reasons = {kernel.name: _verdict(kernel, problem, device) for kernel in rungs}
-    if None not in reasons.values():
-        of_dtypes = (reasons[kernel.name] for kernel in reversed(rungs) if kernel.takes_dtypes(problem))
-        why = "; ".join(filter(None, of_dtypes))
-        raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
-    return reasons
-
-
-def _verdict(kernel: Kernel, problem: Problem, device: Device) -> str | None:
-    """None if a call that names no kernel may get this one, else why not."""
-    reason = kernel.unsupported(problem, device)
-    if reason is None and kernel.on_request:
-        return f"{kernel.name} runs only if a call names it"
-    return reason or kernel.unsuited(problem, device)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cufa.device import Device
-from cufa.kernels import Kernel, kernel_named, verdicts
+from cufa.kernels import KERNELS, Kernel, kernel_named
 from cufa.plan import float32, fp8, mma, split_kv, wgmma, wgmma_wide
+from cufa.plan.suited import unsuited
 from cufa.problem import Problem
 from cufa.rounding import round_up
 
@@ -35,7 +36,7 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
 
     Raises ValueError if none supports it, with the reason of each rung that supports the dtype.
     """
-    reasons = verdicts(problem, device)
+    reasons = _verdicts(problem, device)
     suited = [name for name, reason in reasons.items() if reason is None]
     best, how = suited[-1], "the last rung that supports this call"
     if best in PRICES:
@@ -47,6 +48,29 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
     names = list(reasons)
     passed_over = (reasons[name] for name in names[names.index(best) + 1 :])
     return kernel_named(best), (f"{best}: {how}", *filter(None, passed_over))
+
+
+def _verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
+    """Why each rung, by name and in the ladder's order, is not for a call that names none.
+
+    None for a rung that supports and suits the problem and is not there on request only. Raises ValueError if
+    none does, with the reason of each that takes the dtypes.
+    """
+    rungs = [kernel for kernel in KERNELS.values() if kernel.direction == problem.direction]
+    reasons = {kernel.name: _verdict(kernel, problem, device) for kernel in rungs}
+    if None not in reasons.values():
+        of_dtypes = (reasons[kernel.name] for kernel in reversed(rungs) if kernel.takes_dtypes(problem))
+        why = "; ".join(filter(None, of_dtypes))
+        raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
+    return reasons
+
+
+def _verdict(kernel: Kernel, problem: Problem, device: Device) -> str | None:
+    """None if a call that names no kernel may get this one, else why not."""
+    reason = kernel.unsupported(problem, device)
+    if reason is None and kernel.on_request:
+        return f"{kernel.name} runs only if a call names it"
+    return reason or unsuited(kernel, problem, device)
 
 
 def _priced(problem: Problem) -> Problem:

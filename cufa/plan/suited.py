@@ -1,0 +1,103 @@
+"""Where a rung is slower than one before it that supports the call, too: all as measured on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cufa.device import Device
+from cufa.kernels import Kernel, kernel_named
+from cufa.plan.short_backward import is_short, is_short_if_wide
+from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
+
+# Where three products of tf32 take less time than one of float32 on CUDA cores.
+_FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
+# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves; and
+# the keys of a block.
+_SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
+# How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
+# these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
+_LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
+# The keys of a pair of blocks of the Hopper backward, and up to how many head dims half of its dQ is padding.
+_PAIR_KEYS, _PADDED_IN_PAIRS = 128, 128
+# Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
+# keys; above, for how few queries, and up to how many keys that a row sees in a window. A window must hide
+# most keys: a row has so many times as many as it sees. With no more keys than a pair has, a pair is slower
+# only for few queries in a window and, with few head dims, for half as many keys if no SM is idle.
+_NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS, _HIDDEN_BY_WINDOW = 192, 64, 512, 4
+
+_SHORTER = "is slower than the mma.sync rungs for so few queries"
+
+
+def unsuited(kernel: Kernel, problem: Problem, device: Device) -> str | None:
+    """None if a kernel that supports the problem is the one to take, else why a rung before it is faster."""
+    exact = problem.dtype == "float32" and not problem.features.tf32
+    if kernel.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
+        return f"{kernel.name} needs three tf32 products for each in float32, too slow on {device.arch}"
+    why = _WHY.get(kernel.name)
+    reason = why(problem, device) if why else None
+    return reason and f"{kernel.name} {reason}"
+
+
+def _why_not_keys_alone(problem: Problem, device: Device) -> str | None:
+    """A bias in 32 bits takes most of the time, and short sequences leave threads idle."""
+    if problem.features.bias_dtype == "float32":
+        return "is slower than the mma.sync rungs with a bias in float32"
+    return f"{_SHORTER} or keys" if is_short(problem, device) else None
+
+
+def _why_not_shared_keys(problem: Problem, device: Device) -> str | None:
+    """Not where a warpgroup can have keys of its own, nor for short sequences."""
+    if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
+        return "works on half as many keys at a time as bwd_4_wgmma"
+    return f"{_SHORTER} and keys" if is_short_if_wide(problem, device) else None
+
+
+def _why_not_pairs(problem: Problem, device: Device) -> str | None:
+    """Not where one block can do it, nor where half of dQ is padding, nor for few keys or queries, nor in a
+    narrow window.
+    """
+    if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
+        return "needs two blocks where bwd_4_wgmma needs one"
+    if problem.head_dim <= _PADDED_IN_PAIRS:
+        return f"is slower than bwd_5_wgmma_wide up to head dim {_PADDED_IN_PAIRS}"
+    if is_short_if_wide(problem, device):
+        return f"{_SHORTER} and keys"
+    narrow = problem.head_dim <= _NARROW_IN_PAIRS
+    usual = problem.typical
+    queries, keys = usual.seqlen_q // usual.packed_sequences, usual.mean_keys
+    half_idle = keys <= _BLOCK_KEYS and narrow and problem.batch * problem.kv_heads > device.sm_count
+    few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
+    if keys <= _PAIR_KEYS and not half_idle and not few_in_window:
+        return None
+    # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.
+    padded = 3 * round_up(keys, _PAIR_KEYS) >= 4 * round_up(keys, _BLOCK_KEYS)
+    if padded or queries <= (_PAIR_KEYS if narrow else _FEW_IN_PAIRS):
+        return "is slower than bwd_5_wgmma_wide for so few queries or keys"
+    hides_most = problem.features.windowed and _HIDDEN_BY_WINDOW * problem.seen_keys <= keys
+    if hides_most and (narrow or problem.seen_keys <= _NEAR_IN_PAIRS):
+        return "is slower than bwd_5_wgmma_wide in so narrow a window"
+    return None
+
+
+def _why_not_halves(problem: Problem, device: Device) -> str | None:
+    """Not for short sequences, nor where heads that share few keys are parted."""
+    tf32, sequences = problem.features.tf32, problem.packed_sequences
+    queries, keys = (ceil_div(n, sequences) for n in (problem.seqlen_q, problem.seqlen_k))
+    short = queries <= _SHORT_IN_TF32 if tf32 else max(queries, keys) <= _SHORT_IN_HALVES
+    if short:
+        return "is slower than the mma.sync rungs for sequences this short"
+    blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
+    least = device.sm_count * _LEAST_BLOCKS[tf32] * (2 if problem.causal else 1)
+    if problem.heads > problem.kv_heads and blocks < least:
+        return f"would have only {blocks} blocks for {device.sm_count} SMs"
+    return None
+
+
+_WHY: Mapping[str, Callable[[Problem, Device], str | None]] = {
+    "bwd_4_wgmma": _why_not_keys_alone,
+    "bwd_5_wgmma_wide": _why_not_shared_keys,
+    "bwd_6_float32": _why_not_halves,
+    "bwd_7_float32_wide": _why_not_halves,
+    "bwd_8_wgmma_pair": _why_not_pairs,
+}

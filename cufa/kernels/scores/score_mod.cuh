@@ -13,8 +13,8 @@ __device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, 
     return score;
 }
 
-// Whether the result is the score plus a term that depends only on places; and that term times a
-// factor.
+// Whether the result is the score plus a term that depends only on places, without constants that
+// might overflow in another unit; and that term times a factor.
 constexpr bool kScoreModAdds = true;
 __device__ inline acc_t added_score(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
     return 0;

@@ -176,9 +176,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params, work);
         } else if (kTurns && warp <= kConsumers) {
-            pass_turns(smem, params, work, warp - 1);
+            pass_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order[warp - 1], warp - 1,
+                                                         params.call, work);
         } else if (kTurns && threadIdx.x % 32 == 0) {
-            take_turns(smem, params, work);
+            take_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order, params.call, work);
         }
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();

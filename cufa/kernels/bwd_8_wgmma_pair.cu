@@ -150,9 +150,10 @@ __device__ inline void process(Smem& smem, const Params& params, const KeyWork& 
     if (warp == 0) {
         if (threadIdx.x == 0) produce<kRole>(smem, params, work);
     } else if (kTurns && warp <= kConsumers) {
-        pass_turns(smem, params, work, warp - 1);
+        pass_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order[warp - 1], warp - 1, params.call,
+                                                     work);
     } else if (kTurns && threadIdx.x % 32 == 0) {
-        take_turns(smem, params, work);
+        take_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order, params.call, work);
     }
 }
 

@@ -1,10 +1,7 @@
-// The warps of bwd_5_wgmma_wide that do not compute. One copies tiles of keys and queries. Where
-// blocks take turns to add to dQ, others wait for the turns and pass them on.
+// The producer of bwd_5_wgmma_wide: one thread, which copies tiles of keys and queries.
 #pragma once
 
 #include "hopper/backward/bwd_5_block.cuh"
-
-// ---- the producer: one thread ----
 
 // Copies a tile of keys, also one that no query sees: zeros leave through its memory.
 __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
@@ -78,20 +75,4 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
             }
         }
     } while (Keys::next(work, params.call));
-}
-
-// ---- three more threads, if blocks take turns to add to dQ ----
-
-__device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
-    const Tiles tiles(params.call, work);
-    RingPosition<kStages> to[kConsumers];
-    take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                 RangeWalk(tiles, params.call.sizes, work.part));
-}
-
-__device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
-    const Tiles tiles(params.call, work);
-    RingPosition<kStages> to;
-    pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
-               RangeWalk(tiles, params.call.sizes, work.part));
 }

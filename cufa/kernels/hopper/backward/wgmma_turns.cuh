@@ -5,6 +5,7 @@
 // tile. So one thread passes turns on and another waits for them.
 #pragma once
 
+#include "hopper/backward/wgmma_query_walks.cuh"
 #include "hopper/backward/wgmma_workspace.cuh"
 
 // A warpgroup's turns. A stage is full once the warpgroup may add its part of a tile, and added
@@ -49,6 +50,15 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
         }
     }
 }
+// The same for all that a block processes, if it has one tile of keys.
+template <class Workspace, int BlockM, int BlockN, int Stages>
+__device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
+                                  const BackwardParams& call, KeyWork work) {
+    const QueryTileRange<BlockM, BlockN> tiles(call, work);
+    RingPosition<Stages> to[kConsumers];
+    take_turns<BlockM, BlockN>(order, to, Workspace(call), call, work,
+                               QueryWalk(tiles, call.sizes, work.part));
+}
 
 // Passes on the turns of one warpgroup. A whole warp waits for it: a thread that others of its warp
 // wait for would poll all the time.
@@ -70,4 +80,13 @@ __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>
         __syncwarp();
         to.advance();
     }
+}
+// The same for all that a block processes, if it has one tile of keys.
+template <class Workspace, int BlockM, int BlockN, int Stages>
+__device__ inline void pass_turns(OrderRing<Stages>& order, int warpgroup,
+                                  const BackwardParams& call, KeyWork work) {
+    const QueryTileRange<BlockM, BlockN> tiles(call, work);
+    RingPosition<Stages> to;
+    pass_turns(order, to, Workspace(call), warpgroup, call, work,
+               QueryWalk(tiles, call.sizes, work.part));
 }

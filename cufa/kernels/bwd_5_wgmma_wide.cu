@@ -39,52 +39,60 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 
-// Processes one tile of queries and, unless it is the First, the lagging products of the tile
-// before. Panels of dQ are added while products run: the first during the product for dV, the last
-// during the next scores.
+// The lagging products of the tile before. Panels of dQ are added while products run: the first
+// during the product for dV, the last during the next scores.
+
+template <Role kRole>
+__device__ inline void issue_lagging(Consumer<kRole>& consumer,
+                                     typename Consumer<kRole>::KeyGradients& dk, QueryPart& dq) {
+    consumer.add_late(dq);
+    consumer.issue_key_gradients(dk);
+    consumer.issue_query_gradients(dq, 0);
+}
+template <Role kRole>
+__device__ inline void finish_keys(Consumer<kRole>& consumer,
+                                   typename Consumer<kRole>::KeyGradients& dk, QueryPart& dq) {
+    wait_product<0>(dq);
+    hold_all(dk);
+    release(consumer.smem.q_ring, before(consumer.at));
+}
+template <Role kRole>
+__device__ inline void add_first_panel(Consumer<kRole>& consumer, QueryPart& dq) {
+    constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
+    static_assert(kQueryPanels <= 2, "a panel is added during each of two products");
+    consumer.add_query_gradients(dq, 0);
+    if (kQueryPanels > 1) consumer.issue_query_gradients(dq, 1);
+}
+// Call it once all products are there.
+template <Role kRole>
+__device__ inline void finish_queries(Consumer<kRole>& consumer, QueryPart& dq) {
+    hold_all(dq);
+    release(consumer.smem.ds_ring, before(consumer.at));
+}
+
+// Processes one tile of queries and, unless it is the First, the lagging products.
 template <bool First, Role kRole, class Walk>
 __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
                               typename Consumer<kRole>::ValueGradients& dv, QueryPart& dq,
                               const Walk& walk) {
-    constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
-    static_assert(kQueryPanels <= 2, "a panel is added during each of two products");
-    Smem& smem = consumer.smem;
     Scores s;
     Weights p;  // if there is dropout
     if (walk.masked()) consumer.clean_queries();
     consumer.issue_scores(s, walk);
-    if (First) {
-        consumer.find_seen(walk);
-        consumer.draw_kept(walk);
-        wait_product<0>(s);
-    } else {
-        consumer.add_late(dq);
-        consumer.issue_key_gradients(dk);
-        consumer.issue_query_gradients(dq, 0);
-        consumer.find_seen(walk);
-        consumer.draw_kept(walk);
-        wait_product<2>(s);
-    }
+    if (!First) issue_lagging(consumer, dk, dq);
+    consumer.find_seen(walk);
+    consumer.draw_kept(walk);
+    wait_product<First ? 0 : 2>(s);
     consumer.add_partner(s);
     if (kRole == kWeights) consumer.share_weights(s, p, walk);
-    if (!First) {
-        wait_product<0>(dq);
-        hold_all(dk);
-        release(smem.q_ring, before(consumer.at));
-    }
+    if (!First) finish_keys(consumer, dk, dq);
     kDropout ? consumer.issue_kept_value_gradients(dv, p) : consumer.issue_value_gradients(dv);
     if (kRole == kWeightGradients) consumer.share_gradients(s, p, walk);
-    if (!First) {
-        consumer.add_query_gradients(dq, 0);
-        if (kQueryPanels > 1) consumer.issue_query_gradients(dq, 1);
-    }
+    if (!First) add_first_panel(consumer, dq);
     wait_product<0>(dv);
-    if (!First) {
-        hold_all(dq);
-        release(smem.ds_ring, before(consumer.at));
-    }
-    release(smem.p_ring, consumer.at);
-    release(smem.dout_ring, consumer.at);
+    if (!First) finish_queries(consumer, dq);
+    release(consumer.smem.p_ring, consumer.at);
+    release(consumer.smem.dout_ring, consumer.at);
 }
 
 // The lagging products of the last tile.

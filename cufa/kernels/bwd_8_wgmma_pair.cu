@@ -37,29 +37,40 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 
 // ---- the key block ----
 
-// Processes one tile of queries and, unless it is one of the First, the lagging products. dQ, which
-// needs what the other warpgroup sent, too, is not part of a turn.
+// Issues S^T and, unless the tile is one of the First, the lagging dK, in turn with the other
+// warpgroup. dQ, which needs what that one sent, too, is not part of a turn.
+template <bool First>
+__device__ inline void issue_products(KeyConsumer& consumer, Scores& s, WgmmaSums<kHead>& dk,
+                                      const RangeWalk& walk) {
+    consumer.turns.wait();
+    if (!First) consumer.issue_key_gradients(dk);
+    consumer.issue_scores(s, walk);
+    consumer.turns.pass();
+}
+// Waits for the lagging dK, and issues dQ.
+__device__ inline void issue_lagging_queries(KeyConsumer& consumer, WgmmaSums<kHead>& dk,
+                                             QueryPart& dq) {
+    wait_product<1>(dk);
+    consumer.release_queries();
+    consumer.issue_query_gradients(dq);
+}
+__device__ inline void add_lagging_queries(KeyConsumer& consumer, QueryPart& dq) {
+    wait_product<0>(dq);
+    consumer.release_gradients();
+    consumer.add_query_gradients(dq);
+}
+
+// Processes one tile of queries and, unless it is one of the First, the lagging products.
 template <bool First>
 __device__ inline void attend(KeyConsumer& consumer, WgmmaSums<kHead>& dk, QueryPart& dq,
                               const RangeWalk& walk) {
     Scores s;
     if (walk.masked()) consumer.clean_queries();
-    consumer.turns.wait();
-    if (!First) consumer.issue_key_gradients(dk);
-    consumer.issue_scores(s, walk);
-    consumer.turns.pass();
-    if (!First) {
-        wait_product<1>(dk);
-        consumer.release_queries();
-        consumer.issue_query_gradients(dq);
-    }
+    issue_products<First>(consumer, s, dk, walk);
+    if (!First) issue_lagging_queries(consumer, dk, dq);
     wait_product<!First>(s);
     consumer.share_weights(s, walk);
-    if (!First) {
-        wait_product<0>(dq);
-        consumer.release_gradients();
-        consumer.add_query_gradients(dq);
-    }
+    if (!First) add_lagging_queries(consumer, dq);
 }
 
 __device__ inline void consume_queries(KeyConsumer& consumer, const Tiles& tiles, RangeWalk walk) {
@@ -87,6 +98,21 @@ __device__ inline void consume_queries(KeyConsumer& consumer, const Tiles& tiles
 
 // ---- the value block ----
 
+// Waits for dV of the tile before, but for Pending products that were issued later, and issues its
+// dQ.
+template <int Pending>
+__device__ inline void issue_lagging_queries(ValueConsumer& consumer, WgmmaSums<kValue>& dv,
+                                             QueryPart& dq) {
+    wait_product<Pending>(dv);
+    consumer.release_tile_before();
+    consumer.issue_query_gradients(dq);
+}
+template <int Pending>
+__device__ inline void add_lagging_queries(ValueConsumer& consumer, QueryPart& dq) {
+    wait_product<Pending>(dq);
+    consumer.add_query_gradients(dq);
+}
+
 // Processes one tile of queries and, unless it is the First, dQ of the tile before.
 template <bool First>
 __device__ inline void attend(ValueConsumer& consumer, WgmmaSums<kValue>& dv, QueryPart& dq,
@@ -94,18 +120,11 @@ __device__ inline void attend(ValueConsumer& consumer, WgmmaSums<kValue>& dv, Qu
     Scores dp;
     if (walk.masked()) consumer.clean_queries();
     consumer.issue_weight_gradients(dp);
-    if (!First) {
-        wait_product<1>(dv);
-        consumer.release_tile_before();
-        consumer.issue_query_gradients(dq);
-    }
+    if (!First) issue_lagging_queries<1>(consumer, dv, dq);
     wait_product<!First>(dp);
     consumer.share_gradients(dp, walk);
     consumer.issue_value_gradients(dv);
-    if (!First) {
-        wait_product<1>(dq);
-        consumer.add_query_gradients(dq);
-    }
+    if (!First) add_lagging_queries<1>(consumer, dq);
 }
 
 __device__ inline void consume_queries(ValueConsumer& consumer, const Tiles& tiles,
@@ -117,11 +136,8 @@ __device__ inline void consume_queries(ValueConsumer& consumer, const Tiles& til
         attend<true>(consumer, dv, dq, walk);
         for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk))
             attend<false>(consumer, dv, dq, walk);
-        wait_product<0>(dv);
-        consumer.release_tile_before();
-        consumer.issue_query_gradients(dq);
-        wait_product<0>(dq);
-        consumer.add_query_gradients(dq);
+        issue_lagging_queries<0>(consumer, dv, dq);
+        add_lagging_queries<0>(consumer, dq);
     }
     consumer.store_values(dv);
 }

@@ -20,6 +20,7 @@ from tolerance import assert_attention, assert_gradients
 from cufa import reference
 from cufa.checking import judge
 from cufa.problem import accumulator_dtype
+from cufa.score_mod import ScoreMod
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
@@ -404,3 +405,44 @@ def test_infinite_keys_of_no_weight(rng, kernel, head_dim, sign):
         )[2]
     np.testing.assert_allclose(dv.astype(np.float64), expected, atol=2e-2)
     assert (dv[:, 60] == 0).all()
+
+
+# What keeps the output of an infinite query finite: a sink beside scores of -inf, or a bound on scores.
+BOUNDED = {
+    "sink": ("causal", "sink", "dsink"),
+    "softcap": ("causal", "softcap", "dlse"),
+    "score_mod": ("causal",),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dims", "bound"),
+    [
+        ("bwd_3_mma", "float16", (64, 64), "sink"),
+        ("bwd_3_mma", "bfloat16", (64, 64), "softcap"),
+        *(("bwd_4_wgmma", "float16", (64, 64), bound) for bound in BOUNDED),
+        ("bwd_4_wgmma", "bfloat16", (192, 128), "sink"),
+        ("bwd_5_wgmma_wide", "bfloat16", (160, 160), "sink"),
+        ("bwd_5_wgmma_wide", "bfloat16", (264, 264), "softcap"),
+        ("bwd_8_wgmma_pair", "bfloat16", (160, 160), "sink"),
+    ],
+)
+def test_an_infinite_query_of_finite_output(rng, kernel, dtype, dims, bound):
+    """Also where a mask cuts through its tile, only its gradient and those of the keys it sees are lost."""
+    sizes = {"seqlen_q": 70, "seqlen_k": 140, "head_dim": dims[0], "head_dim_v": dims[1], **HEADS}
+    case = draw_case(rng, dtype, BOUNDED[bound], batch=1, **sizes)
+    if bound == "score_mod":
+        case.numbers["score_mod"] = ScoreMod(lambda score, b, h, q_idx, kv_idx: 4 * np.tanh(score / 4))
+    problem, row = case.problem, 40
+    problem.q[:, row, :, 5] = np.inf
+    problem.k[..., 5] = -np.abs(problem.k[..., 5]) - 0.1
+    dq, dk, dv, *dsink = gradients_of(kernel, case)
+    seen = row + 140 - 70 + 1
+    with np.errstate(all="ignore"):
+        rules = {name: value for name, value in case.backward.items() if not name.startswith("return_")}
+        exact = reference.attention_backward(problem.dout, problem.q, problem.k, problem.v, **rules)
+        assert not np.isfinite(exact[1][:, :seen, :, 5]).any()
+        assert not np.isfinite(dk[:, :seen, :, 5]).any()
+        for x, lost, right in ((dq, np.s_[:, row], exact[0]), (dk, np.s_[:, :seen], exact[1])):
+            x[lost] = right[lost]
+        assert_gradients((dq, dk, dv, *dsink), problem, **case.backward)

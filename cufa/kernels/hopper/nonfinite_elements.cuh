@@ -37,15 +37,17 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     return search.found();
 }
 
-// Replaces NaN and infinity in a tile by zero; `thread` is one of Threads that do this together.
-// All leave the loop together, so that what is uniform around it stays uniform.
-template <int Threads, class Tile>
+// Replaces NaN in a tile by zero, and infinity, too, or ToNearest by the largest number; `thread`
+// is one of Threads that do this together. All leave the loop together, so that what is uniform
+// around it stays uniform.
+template <int Threads, bool ToNearest = false, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile, int thread) {
     constexpr int kCount = Tile::kBytes / int(sizeof(operand_t));
     operand_t* const values = &tile.data[0][0][0] + thread;
 #pragma unroll 1
     for (int i = 0; i < kCount; i += Threads) {
         const bool inside = kCount % Threads == 0 || i + thread < kCount;
-        if (inside && !is_finite(values[i])) values[i] = operand_t{};
+        if (inside && !is_finite(values[i]))
+            values[i] = ToNearest ? nearest_finite(values[i]) : operand_t{};
     }
 }

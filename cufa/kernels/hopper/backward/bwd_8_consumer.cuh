@@ -87,10 +87,10 @@ struct PairConsumer {
 
     // Takes NaN and infinity out of a tile of Q or dO that a mask cuts through, once no product
     // reads it.
-    template <class Tile>
+    template <bool ToNearest, class Tile>
     __device__ void clean(Tile& tile) const {
         sync_consumers();
-        clear_nonfinite<kConsumers * kWarpgroup>(tile, threadIdx.x - kWarpgroup);
+        clear_nonfinite<kConsumers * kWarpgroup, ToNearest>(tile, threadIdx.x - kWarpgroup);
         ptx::proxy_fence();
         sync_consumers();
     }
@@ -157,7 +157,8 @@ struct KeyConsumer : PairConsumer {
     // Queries need not keep it, since D is NaN.
     __device__ void clean_queries() {
         smem.q_ring.wait_full(at);
-        if (__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) clean(smem.keys.q[at.stage]);
+        if (__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite))
+            clean<true>(smem.keys.q[at.stage]);
     }
 
     // Issues S^T = K Q^T - LSE. The rows' statistics come with Q.
@@ -275,7 +276,7 @@ struct ValueConsumer : PairConsumer {
     __device__ void clean_queries() {
         smem.dout_ring.wait_full(at);
         if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
-        clean(smem.values.dout[at.stage]);
+        clean<false>(smem.values.dout[at.stage]);
         took_out = true;
     }
 

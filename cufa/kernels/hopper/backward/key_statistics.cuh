@@ -48,7 +48,7 @@ struct RowStatistics {
     }
 
     alignas(16) float minus_lse[BlockM];
-    float minus_d[BlockM];
+    float minus_d[BlockM];  // NaN if the row of Q has NaN or infinity, so that dS is NaN
     // Whether rows of Q or dO have NaN or infinity, or those of O, in which that of Q may show.
     alignas(16) bool nonfinite;
 };

@@ -37,14 +37,14 @@ __device__ inline void take_out_of_keys(KeyRows& k, Marked& marked, int thread) 
     *marked.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
 }
 
-// The same for a tile of queries and dO, by all consumers, once no product reads it. No thread
-// branches on its own here: the addresses and descriptors in the loop around this would no longer
-// be uniform.
+// The same for a tile of queries and dO, by all consumers, once no product reads it. For what rows
+// of queries had, D is NaN already. No thread branches on its own here: the addresses and
+// descriptors in the loop around this would no longer be uniform.
 template <int Threads, class QueryRows, class OutRows>
 __device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barrier) {
     const int thread = threadIdx.x - kWarpgroup;
     ptx::named_barrier_sync<Threads>(barrier);
-    clear_nonfinite<Threads>(q, thread);
+    clear_nonfinite<Threads, true>(q, thread);
     clear_nonfinite<Threads>(dout, thread);
     ptx::proxy_fence();
     ptx::named_barrier_sync<Threads>(barrier);

@@ -79,14 +79,16 @@ __device__ inline float part_of_product(const Matrix<const scalar_t>& o,
     return sum;
 }
 
-// Makes `zero` NaN if a lane's part of a row of Q has NaN or infinity.
-__device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
+// 0, or NaN if a lane's part of a row of Q has NaN or infinity.
+__device__ inline float zero_or_nan(const Matrix<const scalar_t>& q, int row) {
     constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>;
+    float zero = 0;
     for (int col = threadIdx.x % kRowLanes * kChunk; col < kHeadDim; col += kRowLanes * kChunk) {
         const auto chunk = *reinterpret_cast<const Pack<scalar_t, kChunk>*>(q.row(row) + col);
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) zero += to_acc(chunk[e]) * 0;
     }
+    return zero;
 }
 
 // Computes the statistics of a tile's rows.
@@ -109,11 +111,10 @@ __device__ inline void write_statistics(const BackwardParams& call, const Block&
         const bool inside = row < rows_end;
         const bool counts = row < sequence.seqlen_q;
         const float log = counts ? lse[row] : negative_infinity();
-        const float part = part_of_product(o, dout, row, inside);
+        float part = part_of_product(o, dout, row, inside);
+        if (inside && (!kQueryShowsInOutput || log == negative_infinity()))
+            part += zero_or_nan(q, row);
         zero += part * 0;
-        if (inside && (!kQueryShowsInOutput || log == negative_infinity())) {
-            look_for_nonfinite(zero, q, row);
-        }
         const float sum = lanes_sum<kRowLanes>(part);
         if (threadIdx.x % kRowLanes == 0) {
             const int place = statistics.place(i);
@@ -181,18 +182,35 @@ __device__ inline void round_tile(const BackwardParams& call) {
     }
 }
 
+// D of a row, whatever its Q has.
+__device__ inline float d_of_row(const BackwardParams& call, const Sequence& sequence, int head,
+                                 int row) {
+    const scalar_t* const o = sequence.queries<const scalar_t>(call.o, head).row(row);
+    const scalar_t* const dout = sequence.queries<const scalar_t>(call.dout, head).row(row);
+    float sum = 0;
+#pragma unroll 1
+    for (int col = 0; col < kValueDim; ++col) sum += to_acc(o[col]) * to_acc(dout[col]);
+    const long long number = sequence.first_row(head, call.sizes) + row;
+    return call.dlse ? sum - static_cast<const float*>(call.dlse)[number] : sum;
+}
+
 // Computes the gradient of a head's sink from the rows' statistics.
 template <int Threads, int BlockM, class Sums>
 __device__ inline void sum_up_sink(const BackwardParams& call) {
     const Workspace<BlockM, Sums> workspace(call);
-    write_sink_gradient<Threads>(
-        call,
-        [&](const Sequence& sequence, int head, int row) -> RowStats {
-            const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
-            const int place = statistics.place(row % BlockM);
-            const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
-            return {-minus_lse * static_cast<float>(kLog2E),
-                    -statistics.minus_d[place] * kept_scale(call.features)};
-        },
-        shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
+    const auto stats_of = [&](const Sequence& sequence, int head, int row) -> RowStats {
+        const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
+        const int place = statistics.place(row % BlockM);
+        const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
+        return {-minus_lse * static_cast<float>(kLog2E),
+                -statistics.minus_d[place] * kept_scale(call.features)};
+    };
+    acc_t part = part_of_sink_gradient<Threads>(call, stats_of);
+    if (!is_finite(part)) {  // but the sink's gradient has no product with Q
+        const auto exact = [&](const Sequence& sequence, int head, int row) -> RowStats {
+            return {stats_of(sequence, head, row).lse_log2, d_of_row(call, sequence, head, row)};
+        };
+        part = part_of_sink_gradient<Threads, 1>(call, exact);
+    }
+    write_sum_of_parts<Threads>(call, part, shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
 }

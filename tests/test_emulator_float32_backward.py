@@ -1,5 +1,7 @@
 """The backwards of float32 in halves on the emulator: lengths, features, what halves do not hold, races."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from emulator import EmulatorError
@@ -9,6 +11,7 @@ from test_emulator_hopper_features import gradients_of
 from tolerance import assert_gradients
 
 from cufa.checking import compare_results
+from cufa.reference import attention_backward
 from cufa.score_mod import MaskMod
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
@@ -172,6 +175,27 @@ def test_what_a_mask_hides_with_others(rng, kernel, name, value):
     row[:, 0, 3] = row[:, -1, 14] = value
     dq, *_ = check(case, kernel=kernel, checked=False)
     assert np.isfinite(dq[:, :60]).all()
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("name", "value"), [("dout", -np.inf), ("dlse", np.inf), ("dlse", 1e10), ("dlse", -3e38)], ids=str
+)
+def test_a_row_that_leaves_others_of_its_tile_no_bits(rng, kernel, name, value):
+    """No mask hides it, but nor is dQ of the others a sum with it."""
+    case = draw_case(rng, "float32", ("dlse",), batch=1, seqlen_q=70, seqlen_k=64, **sizes_of(kernel))
+    problem, row = case.problem, 40
+    inputs = problem.q, problem.k, problem.v
+    exact, *_ = attention_backward(problem.dout, *inputs, dlse=case.dlse)
+    changed = replace(case, problem=replace(problem, dout=problem.dout.copy()), dlse=case.dlse.copy())
+    if name == "dout":
+        changed.problem.dout[:, row, :, 3] = value
+    else:
+        changed.dlse[..., row] = value
+    dq, *_ = gradients_of(kernel, changed)
+    dq[:, row] = exact[:, row]
+    (of_dq,) = compare_results(*inputs, problem.dout, {"dq": dq}, dlse=case.dlse)
+    assert of_dq.ok, str(of_dq)
 
 
 # The order of blocks, planted.

@@ -1,8 +1,8 @@
 // What the float32 backwards do with pairs of tiles that halves cannot hold: a mask hides NaN,
-// infinity or numbers that leave others no bits from some rows, or elements are beyond the range of
-// units. CUDA cores compute these few pairs from the caller's tensors and add to the results of all
-// others: once for the gradients of the keys and once for those of the queries, so that each block
-// is the only one to add to its rows.
+// infinity or numbers that leave others no bits from some rows, D of a row leaves dS of others
+// none, or elements are beyond the range of units. CUDA cores compute these few pairs from the
+// caller's tensors and add to the results of all others: once for the gradients of the keys and
+// once for those of the queries, so that each block is the only one to add to its rows.
 #pragma once
 
 #include "gradients/score_gradients.cuh"

@@ -14,6 +14,8 @@ constexpr int kHalvingThreads = HALVING_THREADS;
 constexpr int kLeastExponent = -80, kMostExponent = 40;
 // How far the smallest row may be below the largest for all rows to keep all their bits.
 constexpr int kMostSpread = 14;
+// How far D of a row may be above that of others and above dO.
+constexpr int kMostAboveOthers = 24;
 
 // The sizes of a tile's rows.
 struct RowSizes {
@@ -114,6 +116,21 @@ __device__ inline bool write_statistics(Statistics& to, const BackwardParams& ca
     return finite;
 }
 
+// Whether D of a row is so large, as by the gradient of its LSE, that one unit for the tile's dS
+// would leave other rows no bits. If it is infinite in all rows, there is nothing to lose. Called
+// by a warp once D and the unit of dO are there.
+__device__ inline bool dwarfs_others(const Statistics& rows) {
+    float largest = 0, least = -negative_infinity();
+    for (int row = threadIdx.x % 32; row < kBlockM; row += 32) {
+        const float size = fabsf(rows.d[row]);
+        largest = fmaxf(largest, size);
+        if (size > 0) least = fminf(least, size);
+    }
+    const float most = lanes_max<32>(largest) * power_of_two(-kMostAboveOthers);
+    const float largest_dout = rows.dout.size * (2 << kTopExponent);  // or half of it
+    return -lanes_max<32>(-least) < most && largest_dout < most;
+}
+
 __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& smem, int head,
                                      int tile) {
     const Sizes& sizes = call.sizes;
@@ -142,6 +159,9 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         to.additions = unseen * kAdders;
     }
     for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
+    if (threadIdx.x >= 32) return;
+    __syncwarp();
+    if (dwarfs_others(to.statistics) && threadIdx.x == 0) to.statistics.dout.held = kNever;
 }
 
 __device__ inline void halve_keys(const BackwardParams& call, HalvingSmem& smem, int kv_head,

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
+from emulator import EmulatorError, calls
 from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles, packed_case
 from test_emulator import planted
 from test_emulator_hopper_features import gradients_of
 from tolerance import assert_gradients
 
 from cufa.checking import compare_results
-from cufa.reference import attention_backward
+from cufa.reference import attention, attention_backward
 from cufa.score_mod import MaskMod
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
@@ -196,6 +196,22 @@ def test_a_row_that_leaves_others_of_its_tile_no_bits(rng, kernel, name, value):
     dq[:, row] = exact[:, row]
     (of_dq,) = compare_results(*inputs, problem.dout, {"dq": dq}, dlse=case.dlse)
     assert of_dq.ok, str(of_dq)
+
+
+@each_kernel
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_weights_over_one(rng, kernel, precision):
+    """As other roundings of large scores give them: finite still, so that rows without dO have no part."""
+    sizes = sizes_of(kernel, batch=1, seqlen_q=70, seqlen_k=80, logit_scale=20)
+    problem = draw_case(rng, "float32", (), **sizes).problem
+    inputs = problem.q, problem.k, problem.v
+    problem.dout[:, 30] = 0
+    out, lse = (x.astype(np.float32) for x in attention(*inputs))
+    lse[..., 30] -= 5
+    gradients = calls.attention_backward(
+        problem.dout, *inputs, out, lse, kernel=kernel, precision=precision, checked=False
+    )
+    assert_gradients(gradients, problem, precision=precision)
 
 
 # The order of blocks, planted.

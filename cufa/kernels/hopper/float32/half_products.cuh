@@ -88,18 +88,18 @@ __device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& 
     ptx::wgmma_commit();
 }
 
-// Float32 sums times `factor`, as halves.
-template <int Depth>
+// Float32 sums times `factor`, as halves; those beyond float16, if Finite, as its largest number.
+template <int Depth, bool Finite = false>
 __device__ inline void halve(WgmmaOperand<Depth> (&halves)[kHalves], const WgmmaSums<Depth>& sums,
                              float factor) {
+    constexpr auto pack = Finite ? ptx::pack_finite_f16 : ptx::pack_f16;
 #pragma unroll
     for (int i = 0; i < Depth / 2; i += 2) {
         const float low = sums[i] * factor, high = sums[i + 1] * factor;
-        const HalfPair large(low, high);
+        const HalfPair large(pack(low, high));
         halves[0][i / 8][i / 2 % 4] = large.pair;
         if (kHalves > 1) {
-            halves[kHalves - 1][i / 8][i / 2 % 4] =
-                ptx::pack_f16(low - large.low(), high - large.high());
+            halves[kHalves - 1][i / 8][i / 2 % 4] = pack(low - large.low(), high - large.high());
         }
     }
 }

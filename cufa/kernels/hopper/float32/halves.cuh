@@ -37,7 +37,8 @@ constexpr int kTopExponent = 14;
 struct HalfPair {
     unsigned int pair;
 
-    __device__ HalfPair(float low, float high) : pair(ptx::pack_f16(low, high)) {}
+    __device__ HalfPair(float low, float high) : HalfPair(ptx::pack_f16(low, high)) {}
+    __device__ explicit HalfPair(unsigned int pair) : pair(pair) {}
     __device__ float low() const { return to_acc(float16{static_cast<unsigned short>(pair)}); }
     __device__ float high() const {
         return to_acc(float16{static_cast<unsigned short>(pair >> 16)});

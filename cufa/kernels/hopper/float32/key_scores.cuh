@@ -123,7 +123,7 @@ struct KeyScores {
     __device__ int make_operands(Weights (&p)[kHalves], Weights (&ds)[kHalves],
                                  const Scores& weights, const Scores& gradients,
                                  float (&of_warps)[Warps], int barrier) {
-        halve<Queries>(p, weights, 1);
+        halve<Queries, true>(p, weights, 1);  // with the LSE of other roundings P may be over 4
         if constexpr (kDropout) {
 #pragma unroll
             for (Weights& part : p) kept.drop(part);

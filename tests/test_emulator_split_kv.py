@@ -221,8 +221,8 @@ def test_tiles_that_nobody_sees(rng, tiles):
 
 
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):
-    right, wrong = (f"wait_copies_but<kStages - {groups}>(); // The tile" for groups in (2, 1))
-    folder = planted(tmp_path, f"{KERNEL}.cu", right, wrong)
+    right, wrong = (f"wait_copies_but<kStages - {groups}>();" for groups in (2, 1))
+    folder = planted(tmp_path, "fwd_8_copies.cuh", right, wrong)
     case = draw_case(rng, "float16", (), seqlen_q=1, seqlen_k=200, **HEADS)
     with pytest.raises(EmulatorError, match="shared memory"):
         check(case, OWN_TILES, folder=folder)

@@ -70,56 +70,36 @@ __device__ inline Output attend_tiles(Smem& smem, const ForwardParams& params, W
     WarpRows rows(params, work);
     const int first_query = work.query(0), last_query = work.query(work.rows() - 1);
     const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, first_query, last_query - first_query + 1);
-    const TileRange tiles = range_of(work, keys);
+    const TileRange range = range_of(work, keys);
     const bool takes_out = again || !kTakesOutLater;
     const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
                         work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
-    Stage* const stages = smem.inputs.stages[team()];
 
-    int tile = tiles.begin + team(), ahead = tile;
-    // Busy memory takes more than a round to answer.
+    TeamTiles tiles(source, smem.inputs.stages[team()], range);
     TilePages<kBlockN> pages[kStages + 1];
-    source.look_up(pages, tile);
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-        clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
-        if constexpr (!kValuesInKeys)
-            clear_padding<kTeamThreads, kValueDim>(stages[stage].v(), team_thread());
-        if (stage == kStages - 1) continue;  // the loop begins with its copy
-        source.copy(stages[stage], ahead, tiles.end, pages[stage]);
-        if (stage == 0 && !again) copy_queries(smem, params, work);
-        ptx::commit_copies();
-        ahead += kTeams;
-    }
+    tiles.begin(pages, [&] {
+        if (!again) copy_queries(smem, params, work);
+    });
     ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
     if (!again) smem.make<kThreads>(smem.inputs.q);
     if constexpr (kMixed) rows.take_units(smem);
 
     Output out = {};
-    SeenScores seen(rows, tile, tiles.end);
-    // Whether the team sees anything of the tiles whose copies have begun, the last one in bit 0.
-    unsigned int wanted = ~0u;
+    SeenScores seen(rows, tiles.tile, tiles.end);
+    // Of the next tile to be copied and the one after it: busy memory takes more than a round to
+    // answer.
     TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
-    for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
-        ptx::wait_copies_but<kStages - 2>();
-        // The tile is there, and every warp is done with the one before.
-        if constexpr (kKeyMask) {
-            wanted = wanted << 1 | sync_team_or(seen.look_ahead(rows, ahead * kBlockN));
-        } else {
-            sync_team();
-        }
-        if (wanted & 1)
-            source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end,
-                        pages_ahead);
-        ptx::commit_copies();  // one group per tile, even if empty, so that groups can be counted
+    for (; !tiles.at_end(); tiles.advance()) {
+        tiles.arrive(rows, seen);
+        tiles.copy_next(pages_ahead);
         pages_ahead = pages_after;
-        pages_after = source.pages_of(ahead + 2 * kTeams);
-        seen.load(rows, (ahead + kTeams) * kBlockN);
-        if (wanted >> SeenScores::kAhead & 1)
-            attend(out, smem, stages[stage], rows, seen, keys, tile * kBlockN, takes_out);
+        pages_after = source.pages_of(tiles.ahead + 2 * kTeams);
+        seen.load(rows, tiles.first_key_after());
+        if (tiles.wants_this()) {
+            attend(out, smem, tiles.current(), rows, seen, keys, tiles.tile * kBlockN, takes_out);
+        }
         seen.advance();
-        stage = stage == kStages - 1 ? 0 : stage + 1;
     }
     return out;
 }

@@ -2,7 +2,7 @@
 // V.
 #pragma once
 
-#include "mma/fwd_8_rows.cuh"
+#include "mma/fwd_8_scores.cuh"
 #include "mma/key_pages.cuh"
 
 // Starts the copy of the block's rows of Q; rows past the last become zeros.
@@ -43,5 +43,62 @@ struct Source {
         if constexpr (!kValuesInKeys)
             copy_keys<kTeamThreads, kValueDim>(stage.v(), v, pages, tile * kBlockN, end_key,
                                                team_thread());
+    }
+};
+
+// A team's tiles, every kTeams-th of a range: one is attended to while the next are copied.
+struct TeamTiles {
+    const Source& source;
+    Stage* const stages;
+    int tile, ahead, end;  // the tile that is attended to, and the next one to be copied
+    int stage = 0;         // of the tile
+    // Whether the team sees anything of the tiles whose copies have begun, the last one in bit 0.
+    unsigned int wanted = ~0u;
+
+    __device__ TeamTiles(const Source& source, Stage* stages, const TileRange& range)
+        : source(source), stages(stages), tile(range.begin + team()), ahead(tile), end(range.end) {}
+
+    // Begins to copy a tile for each stage but the last, and looks up the pages of the next two.
+    // What `copy_others` copies will be there together with the first tile.
+    template <class Copy>
+    __device__ void begin(TilePages<kBlockN> (&pages)[kStages + 1], const Copy& copy_others) {
+        source.look_up(pages, tile);
+#pragma unroll
+        for (int i = 0; i < kStages; ++i) {
+            clear_padding<kTeamThreads, kHeadDim>(stages[i].k, team_thread());
+            if constexpr (!kValuesInKeys)
+                clear_padding<kTeamThreads, kValueDim>(stages[i].v(), team_thread());
+            if (i == kStages - 1) continue;  // the loop begins with its copy
+            source.copy(stages[i], ahead, end, pages[i]);
+            if (i == 0) copy_others();
+            ptx::commit_copies();
+            ahead += kTeams;
+        }
+    }
+
+    __device__ bool at_end() const { return tile >= end; }
+    __device__ Stage& current() const { return stages[stage]; }
+    __device__ bool wants_this() const { return wanted >> SeenScores::kAhead & 1; }
+    __device__ int first_key_after() const { return (ahead + kTeams) * kBlockN; }
+
+    // Waits for the tile, and until every warp is done with the one before.
+    __device__ void arrive(const WarpRows& rows, SeenScores& seen) {
+        ptx::wait_copies_but<kStages - 2>();
+        if constexpr (kKeyMask) {
+            wanted = wanted << 1 | sync_team_or(seen.look_ahead(rows, ahead * kBlockN));
+        } else {
+            sync_team();
+        }
+    }
+    // Begins to copy the next tile, in the place of the one before, if it is wanted.
+    __device__ void copy_next(const TilePages<kBlockN>& pages) {
+        if (wanted & 1)
+            source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, end, pages);
+        ptx::commit_copies();  // one group per tile, even if empty, so that groups can be counted
+    }
+    __device__ void advance() {
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        tile += kTeams;
+        ahead += kTeams;
     }
 };

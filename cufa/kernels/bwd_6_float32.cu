@@ -52,63 +52,88 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
 
 // ---- the producers: one thread for each warpgroup's queries; the first also copies keys ----
 
+// Copies tiles of queries for a warpgroup, and sends out the sums of dQ that replace them.
+struct QueryProducer {
+    QueryStage (&queries)[kStages];
+    Statistics (&statistics)[kStages];
+    Ring<kStages>& q_ring;
+    LabelledRing<kStages>& dout_ring;
+    RingPosition<kStages> at;
+    int filled = 0;  // stages that have held a tile
+    AdditionTurns turns;
+
+    __device__ QueryProducer(Smem& smem, const KeyTile& work, int warpgroup)
+        : queries(smem.queries[warpgroup]),
+          statistics(smem.statistics[warpgroup]),
+          q_ring(smem.q_rings[warpgroup]),
+          dout_ring(smem.dout_rings[warpgroup]),
+          turns(work) {}
+
+    // Sends out the sums of a stage, if there are any, once they are complete.
+    __device__ void send_out() {
+        q_ring.wait_empty(at);
+        if (at.stage >= filled) return;
+        const Statistics& rows = statistics[at.stage];
+        turns.take(*rows.tile);
+        if (kDeterministic) ptx::proxy_fence_global();
+        if (rows.left_to_exact) return;
+        ptx::add_to_global(rows.tile->dq.quads[0].v, queries[at.stage].dq.quads[0].v,
+                           sizeof(QuerySums));
+        ptx::commit_stores();
+        ptx::wait_stores_read();
+    }
+    // Waiting for what was added takes a while: other work should come first.
+    __device__ void pass_turn() {
+        if (!turns.has_one()) return;
+        ptx::wait_stores();
+        turns.pass();
+    }
+
+    __device__ void copy_queries(const QueryHalves& from) {
+        ptx::Barrier& full = q_ring.announce(at, QueryRows::kBytes + sizeof(Statistics));
+        ptx::copy_bytes(&queries[at.stage].rows.q, &from.q, QueryRows::kBytes, full);
+        ptx::copy_bytes(&statistics[at.stage], &from.statistics, sizeof(Statistics), full);
+    }
+    template <class Walk>
+    __device__ void copy_dout(const QueryHalves& from, const Walk& walk) {
+        dout_ring.wait_empty(at);
+        dout_ring.label(at, walk.label());
+        ptx::copy_bytes(&queries[at.stage].rows.dout, &from.dout, OutRows::kBytes,
+                        dout_ring.announce(at, OutRows::kBytes));
+    }
+    // Says that no tile is left.
+    __device__ void copy_nothing() {
+        dout_ring.wait_empty(at);
+        dout_ring.label(at, no_tile());
+        ptx::barrier_arrive(dout_ring.full[at.stage]);
+    }
+    __device__ void advance() {
+        filled = max(filled, at.stage + 1);
+        at.advance();
+    }
+};
+
 // Before a stage gets its next tile, and at the end, its sums of dQ are sent out.
 template <class Walk>
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                        int warpgroup, Walk walk) {
     const Workspace workspace(call);
-    Ring<kStages>& q_ring = smem.q_rings[warpgroup];
-    LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
-    RingPosition<kStages> at;
-    int filled = 0;  // stages that have held a tile
-    AdditionTurns turns(work);
-    const auto send_out = [&] {
-        q_ring.wait_empty(at);
-        if (at.stage >= filled) return;
-        const Statistics& rows = smem.statistics[warpgroup][at.stage];
-        turns.take(*rows.tile);
-        if (kDeterministic) ptx::proxy_fence_global();
-        if (rows.left_to_exact) return;
-        ptx::add_to_global(rows.tile->dq.quads[0].v,
-                           smem.queries[warpgroup][at.stage].dq.quads[0].v, sizeof(QuerySums));
-        ptx::commit_stores();
-        ptx::wait_stores_read();
-    };
-    // Waiting for what was added takes a while: other work should come first.
-    const auto pass_turn = [&] {
-        if (!turns.has_one()) return;
-        ptx::wait_stores();
-        turns.pass();
-    };
+    QueryProducer producer(smem, work, warpgroup);
     for (; !walk.at_end(); walk.advance()) {
         const QueryHalves& from =
             workspace.queries_from(work.sequence, walk.head(), walk.first_row());
-        auto& to = smem.queries[warpgroup][at.stage].rows;
-        const auto copy_dout = [&] {
-            dout_ring.wait_empty(at);
-            dout_ring.label(at, walk.label());
-            ptx::copy_bytes(&to.dout, &from.dout, OutRows::kBytes,
-                            dout_ring.announce(at, OutRows::kBytes));
-        };
-        if (!QueryStage::kSumsTakeDout) copy_dout();  // dO is released before the sums are ready
-        send_out();
-        ptx::Barrier& full = q_ring.announce(at, QueryRows::kBytes + sizeof(Statistics));
-        ptx::copy_bytes(&to.q, &from.q, QueryRows::kBytes, full);
-        ptx::copy_bytes(&smem.statistics[warpgroup][at.stage], &from.statistics, sizeof(Statistics),
-                        full);
-        if (QueryStage::kSumsTakeDout) copy_dout();
-        pass_turn();
-        filled = max(filled, at.stage + 1);
-        at.advance();
+        // dO is released before the sums are ready.
+        if (!QueryStage::kSumsTakeDout) producer.copy_dout(from, walk);
+        producer.send_out();
+        producer.copy_queries(from);
+        if (QueryStage::kSumsTakeDout) producer.copy_dout(from, walk);
+        producer.pass_turn();
+        producer.advance();
     }
-    if constexpr (kKeyMask) {
-        dout_ring.wait_empty(at);
-        dout_ring.label(at, no_tile());
-        ptx::barrier_arrive(dout_ring.full[at.stage]);
-    }
-    for (int stage = 0; stage < kStages; ++stage, at.advance()) {
-        send_out();
-        pass_turn();
+    if constexpr (kKeyMask) producer.copy_nothing();
+    for (int stage = 0; stage < kStages; ++stage, producer.at.advance()) {
+        producer.send_out();
+        producer.pass_turn();
     }
 }
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,

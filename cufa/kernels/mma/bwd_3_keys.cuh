@@ -337,6 +337,54 @@ __device__ inline void clear_query_gradients(const QueryHead& head, int first, i
     } while (first < end);
 }
 
+// The same for all rows outside of the tiles of queries, which see a key.
+__device__ inline void clear_unseen_rows(const QueryHead& head, const QueryTiles<kBlockM>& tiles,
+                                         int seqlen_q) {
+    const int seeing = max(tiles.end - tiles.begin, 0);
+    clear_query_gradients(head, 0, min(tiles.begin, seqlen_q));
+    clear_query_gradients(head, tiles.begin + round_up(seeing, kBlockM), seqlen_q);
+}
+
+// What a head's tiles of queries add to the gradients, and what its dQ gets from the block's keys.
+// `number` counts tiles over all heads.
+__device__ inline void attend_head(KeyGradients& gradients, KeySmem& smem, const QueryHead& head,
+                                   const Place& place, const QueryTiles<kBlockM>& tiles,
+                                   int first_key, int& number) {
+    const auto next_seen = [&](int row) { return head.seen.next_row(row, tiles.end, first_key); };
+    const auto attend = [&](const QueriesAt& at) {
+        const bool cut = kSkipsTiles ? head.seen.cuts(at.first, first_key) : kKeyMask;
+        gradients.attend(smem, head, place, at, first_key, tiles.masked(at.first, cut));
+    };
+    if constexpr (kHandsOver) {
+        walk_in_turn(
+            tiles.begin, tiles.end, number, next_seen,
+            [&](int number, int row) { head.hand_on(smem, number, row); },
+            [&](int number, int row, int step) {
+                attend({number % kStages, row, step, tiles.end, number});
+            });
+    } else {
+        walk<kEarlyCopies>(
+            tiles.begin, tiles.end, next_seen,
+            [&](int stage, int row) { head.start_copy(smem, stage, row); },
+            [&](int stage, int row, int step) { attend({stage, row, step, tiles.end}); });
+    }
+}
+
+// Writes the gradients, or the block's part of them.
+__device__ inline void write_gradients(KeyGradients& gradients, KeySmem& smem,
+                                       const BackwardParams& params, int first_key) {
+    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
+    ptx::wait_copies();
+    __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
+    KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
+    if constexpr (kWholeHeads) own.first_key = first_key;
+    if constexpr (kParts > 1) {
+        gradients.write_part(Workspace(params).key_sums, params, own);
+    } else {
+        gradients.write(smem, params, own);
+    }
+}
+
 // Of a block's keys: dK and dV, and what they add to dQ.
 __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
                                    const KeyTile& own) {
@@ -356,40 +404,8 @@ __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
     int number = 0;
     for (int h = 0; h < heads_of_part(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
-        if (kWholeHeads && !head.sums_dq) {
-            const int seeing = max(tiles.end - tiles.begin, 0);
-            clear_query_gradients(head, 0, min(tiles.begin, sequence.seqlen_q));
-            clear_query_gradients(head, tiles.begin + round_up(seeing, kBlockM), sequence.seqlen_q);
-        }
-        const auto next_seen = [&](int row) {
-            return head.seen.next_row(row, tiles.end, first_key);
-        };
-        const auto attend = [&](const QueriesAt& at) {
-            const bool cut = kSkipsTiles ? head.seen.cuts(at.first, first_key) : kKeyMask;
-            gradients.attend(smem, head, place, at, first_key, tiles.masked(at.first, cut));
-        };
-        if constexpr (kHandsOver) {
-            walk_in_turn(
-                tiles.begin, tiles.end, number, next_seen,
-                [&](int number, int row) { head.hand_on(smem, number, row); },
-                [&](int number, int row, int step) {
-                    attend({number % kStages, row, step, tiles.end, number});
-                });
-        } else {
-            walk<kEarlyCopies>(
-                tiles.begin, tiles.end, next_seen,
-                [&](int stage, int row) { head.start_copy(smem, stage, row); },
-                [&](int stage, int row, int step) { attend({stage, row, step, tiles.end}); });
-        }
+        if (kWholeHeads && !head.sums_dq) clear_unseen_rows(head, tiles, sequence.seqlen_q);
+        attend_head(gradients, smem, head, place, tiles, first_key, number);
     }
-    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
-    ptx::wait_copies();
-    __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
-    KeyTile done = keys_of_block(params, ptx::anew(blockIdx.x));
-    if constexpr (kWholeHeads) done.first_key = first_key;
-    if constexpr (kParts > 1) {
-        gradients.write_part(Workspace(params).key_sums, params, done);
-    } else {
-        gradients.write(smem, params, done);
-    }
+    write_gradients(gradients, smem, params, first_key);
 }

@@ -20,7 +20,9 @@ from cufa import jit
 from cufa.arguments import Options, make_problem
 from cufa.device import target
 from cufa.kernels import KERNELS
+from cufa.plan import make_plan
 from cufa.plan.hopper import SECTION_OF_L2
+from cufa.problem import Problem
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
@@ -1059,19 +1061,29 @@ def test_deterministic_gradients(rng, kernel, dims, tiles, causal):
 NO_CACHE = replace(SMALL_DEVICE, l2_bytes=0)
 
 
-# Lengths and mask at which 128 keys are added as they come, after the first, and in order, the last block
-# rounding; 64 keys always after the first.
-ADDITIONS = [((40, 520), False), ((70, 400), False), ((300, 300), True)]
-BY_ADDITION = [
-    (kernel, dims, *each)
-    for kernel, dims in BACKWARDS
-    for each in (ADDITIONS[-1:] if kernel == "bwd_5_wgmma_wide" else ADDITIONS)
-]
+# Lengths and mask at which blocks add as they come, after the first, and in order, the last one rounding.
+WAYS = {
+    "bwd_4_wgmma": {
+        "kAsTheyCome": ((70, 400), False),
+        "kAfterFirst": ((40, 520), False),
+        "kInOrder": ((300, 300), True),
+    },
+    "bwd_5_wgmma_wide": {"kAfterFirst": ((300, 300), True)},
+    "bwd_8_wgmma_pair": {
+        "kAsTheyCome": ((40, 1100), False),
+        "kAfterFirst": ((70, 400), False),
+        "kInOrder": ((300, 300), True),
+    },
+}
+BY_WAY = [(kernel, dims, way) for kernel, dims in BACKWARDS for way in WAYS[kernel]]
 
 
-@pytest.mark.parametrize(("kernel", "dims", "lengths", "causal"), BY_ADDITION)
-def test_ways_of_adding(rng, kernel, dims, lengths, causal):
-    problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
+@pytest.mark.parametrize(("kernel", "dims", "way"), BY_WAY)
+def test_ways_of_adding(rng, kernel, dims, way):
+    (queries, keys), causal = WAYS[kernel][way]
+    call = Problem("backward", "float16", 1, queries, keys, 2, 1, *dims, causal)
+    assert dict(make_plan(call, NO_CACHE, kernel).macros)["ADDING"] == way
+    problem = draw(rng, "float16", queries, keys, dims=dims, batch=1, heads=2, kv_heads=1)
     run(kernel, problem, causal, tiles=None, device=NO_CACHE)
 
 
@@ -1116,7 +1128,7 @@ def test_heads_left_over_by_sections(rng, heads):
 )
 def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, deterministic, right, wrong):
     folder = planted(tmp_path, "wgmma_turns.cuh", right, wrong)
-    problem = draw(rng, "float16", 60, 500, dims=dims, batch=1, heads=1, kv_heads=1)
+    problem = draw(rng, "float16", 60, 520, dims=dims, batch=1, heads=2, kv_heads=1)
     options = {"tiles": None, "device": NO_CACHE, "deterministic": deterministic}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace|threads wait for others"):
         run(kernel, problem, False, **options, folder=folder)

@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from command_line import HEADS, ON_EACH, SMALL, corrupt, draw, refused, run, run_json
 
 import cufa
-from cufa import kernels
 from cufa.cli import check, generated
 from cufa.cli import run as run_command
 from cufa.cli.functions import mods_at
 from cufa.cli.options import FeatureOptions, feature_options
 from cufa.cli.options import arguments as arguments_of
 from cufa.kernels import KERNELS
+from cufa.plan import rungs
 from cufa.problem import Problem
 
 
@@ -373,8 +373,8 @@ def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
 
 
 def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_the_dtype(monkeypatch):
-    without = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS.values())
-    monkeypatch.setattr(kernels, "_LADDER", without)
+    without = {name: replace(kernel, features=frozenset()) for name, kernel in KERNELS.items()}
+    monkeypatch.setattr(rungs, "KERNELS", without)
     monkeypatch.setattr(generated, "normal", None)  # nothing is drawn
     message = refused("run", *SMALL, "--explain", "--arch", "sm_90a", "--alibi")
     assert "no kernel supports forward float32" in message

@@ -43,12 +43,11 @@ struct KeySums {
     }
     // The row of a sequence's first key; and one of the parts, counted over all KV heads, of the
     // key that is `key` rows later.
-    __device__ int first_row(int batch, int first_k) const {
-        return kPacked ? first_k : batch * sizes.seqlen_k;
+    __device__ long long first_row(int batch, int first_k) const {
+        return kPacked ? first_k : static_cast<long long>(batch) * sizes.seqlen_k;
     }
-    __device__ acc_t* part_of(int first_row, int key, int part) const {
-        const long long row = static_cast<long long>(first_row) + key;
-        return data + (row * parts_of_heads(sizes) + part) * kCols;
+    __device__ acc_t* part_of(long long first_row, int key, int part) const {
+        return data + ((first_row + key) * parts_of_heads(sizes) + part) * kCols;
     }
 };
 

@@ -100,7 +100,7 @@ struct KeyGradients {
         const Place place;
         if constexpr (kUsedKeys) clear_unused(place, own);
         const int end = end_of_keys(params, own.sequence);
-        const int first = sums.first_row(own.sequence.batch, own.sequence.first_k);
+        const long long first = sums.first_row(own.sequence.batch, own.sequence.first_k);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll

@@ -28,7 +28,7 @@ struct WgmmaKeySums : KeySums {
         const int lane = threadIdx.x % 32;
         const int own_key = work.first_key + key + row_of_warp() + lane / 4;
         const int keys_end = end_of_keys(call, sequence);
-        const int first = first_row(work.batch, sequence.first_k);
+        const long long first = first_row(work.batch, sequence.first_k);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int in_sequence = own_key + half * 8;

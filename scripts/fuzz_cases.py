@@ -110,10 +110,11 @@ class Case:
 
     Keys and values have `kv_dtype`, if not `dtype`; with `in_keys`, values are a view of the first columns of
     keys. `features` are those of tests/feature_cases.py and "dscore_mod"; `score_mod` and `mask_mod` are
-    names of functions above. What nobody sees is NaN with `hide_nan`, and one element of the tensor
-    `with_nan` is, whoever sees it. Arrays lie in other ways than contiguous with `strided`, at addresses and
-    with strides that are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some
-    results and the workspace are the caller's memory with `given`.
+    names of functions above. What nobody sees is NaN with `hide_nan`, or infinite if also `hide_inf`. One
+    element of the tensor `with_nan` is NaN and one of `with_inf` infinite, whoever sees it. Arrays lie in
+    other ways than contiguous with `strided`, at addresses and with strides that are multiples of
+    `align_bytes`, and are the same along an axis with `broadcast`. Some results and the workspace are the
+    caller's memory with `given`.
     `on_gpu` is where arrays are, if a GPU computes. It or the emulator, which takes plans for `arch` with
     `sm_count` SMs, does so by these rungs and their tiles.
     """
@@ -141,7 +142,9 @@ class Case:
     mask_mod: str | None = None
     descales: bool = False
     hide_nan: bool = False
+    hide_inf: bool = False
     with_nan: str | None = None
+    with_inf: str | None = None
     strided: bool = False
     align_bytes: int = MAX_ALIGN_BYTES
     broadcast: bool = False
@@ -280,6 +283,9 @@ def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
     sides = tuple(WINDOW_SIDES[i] for i in rng.integers(len(WINDOW_SIDES), size=2))
     # The gradient of a sink multiplies dO of rows without keys by their output, which is 0.
     tensors = ("q", "k", "v", *("dout",) * ("dsink" not in case.features))
+    bad = "with_nan" if rng.random() < 0.5 or FLOAT8 in (case.dtype, case.kv_dtype) else "with_inf"
+    if bad == "with_inf" and "dlse" in case.features:
+        tensors += ("dlse",)
     return replace(
         case,
         seed=int(rng.integers(2**31)),
@@ -292,9 +298,10 @@ def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
         logit_scale=float(rng.choice((1, 1, 4, 20))),
         softmax_scale=None if rng.random() < 0.8 else float(rng.choice((-0.1, 0.05, 0.3))),
         hide_nan=bool(rng.random() < 0.6),
-        with_nan=str(rng.choice(tensors)) if rng.random() < 0.15 else None,
+        hide_inf=bool(rng.random() < 0.5),
         broadcast=bool(rng.random() < 0.1),
         given=bool(rng.random() < 0.4),
+        **{bad: str(rng.choice(tensors)) if rng.random() < 0.3 else None},
     )
 
 
@@ -384,9 +391,12 @@ class Built:
             self._repeat_some(rng)
         elif case.hide_nan:
             cases.hide_nan(self.drawn)
-        if case.with_nan is not None:
-            x = getattr(self.drawn.problem, case.with_nan)
-            x.flat[rng.integers(x.size, size=1 if x.size else 0)] = np.nan
+            if case.hide_inf:
+                self._make_infinite(rng)
+        for name, bad in ((case.with_nan, np.nan), (case.with_inf, rng.choice((-np.inf, np.inf)))):
+            if name is not None:
+                x = self.drawn.dlse if name == "dlse" else getattr(self.drawn.problem, name)
+                x.flat[rng.integers(x.size, size=1 if x.size else 0)] = bad
         in_8_bits = "qkv" if case.kv_dtype is None else "kv"
         descales = [f"{name}_descale" for name in in_8_bits if case.descales and rng.random() < 0.7]
         for name in descales:
@@ -419,6 +429,13 @@ class Built:
             for kind, (make, functions, name) in kinds.items()
             if name is not None
         }
+
+    def _make_infinite(self, rng: np.random.Generator) -> None:
+        """What is NaN, if the dtype has infinity."""
+        problem = self.drawn.problem
+        for x in (problem.q, problem.k, problem.v, problem.dout, self.drawn.arrays.get("bias")):
+            if x is not None and str(x.dtype) != FLOAT8:
+                x[np.isnan(x)] = rng.choice((-np.inf, np.inf))
 
     def _repeat_some(self, rng: np.random.Generator) -> None:
         problem = self.drawn.problem

@@ -81,6 +81,26 @@ def test_what_is_wrong_is_found_and_made_simpler(monkeypatch):
     assert fuzz.shrunk(case, float("inf")) == fuzz.Case(3, features=("sink",))
 
 
+@pytest.mark.parametrize("bad", [np.nan, 100])
+def test_what_an_infinity_does_to_others_is_found(monkeypatch, bad):
+    """A query's own gradient and those of the keys that it sees may be lost, not those of other queries."""
+    right = cpu.attention_backward
+    case = fuzz.Case(3, features=("causal",), with_inf="q", backward=True)
+    (row,) = np.flatnonzero(~np.isfinite(fuzz.Built(case).drawn.problem.q).all(axis=(0, 2, 3)))
+    lost = [row]
+
+    def wrong(dout, q, k, v, out, lse, dq, dk, dv, **options):
+        right(dout, q, k, v, out, lse, dq, dk, dv, **options)
+        dq[:, lost] = dk[:, 0] = bad
+
+    monkeypatch.setattr(cpu, "attention_backward", wrong)
+    assert fuzz.outcome(case) == ("right", "")
+    lost.append(other := (row + 1) % case.seqlen_q)
+    kind, message = fuzz.outcome(case)
+    assert kind == "wrong"
+    assert message.startswith(f"dq[0, {other}, ")
+
+
 def test_what_is_written_beside_results_is_found(monkeypatch):
     def careless(q, k, v, out, lse, **options):
         out[...] = 0

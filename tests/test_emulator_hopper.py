@@ -1094,6 +1094,8 @@ ROWS_IN_PARTS = [
     ("bwd_4_wgmma", (128, 128), (70, 400), False, {"row_parts": 2, "parts": 2}),
     ("bwd_4_wgmma", (128, 128), (700, 300), True, {"row_parts": 3}),
     ("bwd_4_wgmma", (64, 64), (40, 100), False, {"row_parts": 3}),
+    # The turn for one tile of queries is asked for again and again.
+    ("bwd_4_wgmma", (64, 80), (4, 600), False, {"row_parts": 2, "parts": 2}),
     ("bwd_5_wgmma_wide", (192, 192), (300, 200), True, {"row_parts": 2}),
     ("bwd_5_wgmma_wide", (264, 72), (300, 200), True, {"row_parts": 2}),
 ]

@@ -46,6 +46,7 @@ SharedBarrier& Block::barrier_at(const void* at, const void* return_to) {
 void Block::arrive(const void* at, unsigned announced_bytes, const void* return_to) {
     SharedBarrier& barrier = barrier_at(at, return_to);
     if (barrier.missing == 0) fail("one arrival too many at " + barrier.describe());
+    running_->polled = nullptr;  // it goes on: what it sees again after this, it does not wait for
     barrier.arriving.join(running_->past);
     tick(*running_);
     barrier.bytes += announced_bytes;

@@ -66,17 +66,21 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
 
 
 def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -> Adding:
-    """The fastest way to add, or the one that the call requires. `best` are the fastest tiles."""
+    """The fastest way to add, or the one that the call requires. `best` are the fastest tiles.
+
+    Packed sequences count as if they had the length that is typical for their tokens.
+    """
     if problem.features.key_mask:  # it is not known which blocks skip a tile of queries
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, tiles):
         return Adding.ALONE
     if problem.features.deterministic or few_add(problem, device, best):
         return Adding.IN_ORDER
+    usual = problem.typical
     # With a window, a query may see keys but not the first ones.
-    if problem.features.windowed or _rounds_of_blocks(problem, device, best) < LEAST_AFTER_FIRST:
+    if usual.features.windowed or _rounds_of_blocks(usual, device, best) < LEAST_AFTER_FIRST:
         return Adding.AS_THEY_COME
-    few = problem.mean_keys <= _most_after_first(problem, device, best) * best.block_n
+    few = usual.mean_keys <= _most_after_first(usual, device, best) * best.block_n
     return Adding.AFTER_FIRST if few else Adding.AS_THEY_COME
 
 
@@ -95,6 +99,7 @@ def _most_after_first(problem: Problem, device: Device, best: Tiles) -> float:
 
 def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
+    problem = problem.typical
     if problem.features.windowed:
         return _few_add_in_window(problem, device, best)
     rounds = _rounds_of_blocks(problem, device, best)

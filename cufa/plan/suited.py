@@ -6,20 +6,22 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named
+from cufa.plan.hopper import WGMMA_M
 from cufa.plan.short_backward import is_short, is_short_if_wide
+from cufa.plan.wgmma_backward_tiles import PAIR_TILES
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
-# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves; and
-# the keys of a block.
-_SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
+# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves.
+_SHORT_IN_HALVES, _SHORT_IN_TF32 = 64, 128
 # How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
 # these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
 _LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
-# The keys of a pair of blocks of the Hopper backward, and up to how many head dims half of its dQ is padding.
-_PAIR_KEYS, _PADDED_IN_PAIRS = 128, 128
+# The keys of a block of the backward in halves or in 16 bits for wide heads, and of a pair of blocks; and up
+# to how many head dims half of a pair's dQ is padding.
+_BLOCK_KEYS, _PAIR_KEYS, _PADDED_IN_PAIRS = WGMMA_M, PAIR_TILES.block_n, 128
 # Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
 # keys; above, for how few queries, and up to how many keys that a row sees in a window. A window must hide
 # most keys: a row has so many times as many as it sees. With no more keys than a pair has, a pair is slower

@@ -92,7 +92,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     best = best_tiles(usual)
 
     def adding_of(tiles: Tiles) -> Adding:
-        return way_of_adding(usual, device, best, tiles)
+        return way_of_adding(problem, device, best, tiles)
 
     def outboxes(tiles: Tiles) -> bool:
         return sends_sums(usual, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
@@ -129,10 +129,10 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`, of blocks alone or in pairs, which take two SMs."""
     cluster, best = cluster_blocks_of(problem), best_wide_tiles(problem, device)
-    pairs, usual = _in_clusters(device, cluster), problem.typical
+    pairs = _in_clusters(device, cluster)
     kind = _Kind(
         best=best,
-        adding_of=lambda tiles: way_of_adding(usual, pairs, best, tiles),
+        adding_of=lambda tiles: way_of_adding(problem, pairs, best, tiles),
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
@@ -145,10 +145,10 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma` without a mask, of blocks in pairs."""
-    best, pairs, usual = PAIR_TILES, _in_clusters(device, PAIR), problem.typical
+    best, pairs = PAIR_TILES, _in_clusters(device, PAIR)
     kind = _Kind(
         best=best,
-        adding_of=lambda tiles: way_of_adding(usual, pairs, best, tiles),
+        adding_of=lambda tiles: way_of_adding(problem, pairs, best, tiles),
         stays=False,
         bias_boxes=False,
         cost_of=lambda tiles: pair_cost(problem, tiles),
@@ -262,7 +262,7 @@ def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding:
     # Otherwise threads have no registers to round dQ.
     has_registers = min(tiles.block_m, problem.head_dim) <= PANEL_COLS
     if adding is not Adding.ALONE:
-        few = (problem.features.windowed and kind.stays) or few_add(problem.typical, device, kind.best)
+        few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
         return problem.longest_keys <= tiles.block_n

@@ -190,15 +190,24 @@ def test_which_calls_the_backward_takes():
 
 
 @pytest.mark.parametrize(
-    ("tf32", "causal", "most"), [(False, False, 32), (True, False, 43), (False, True, 65), (True, True, 87)]
+    ("dim", "tf32", "blocks", "causal_blocks"),
+    [
+        (64, False, 29, 58),
+        (128, False, 43, 87),
+        (192, False, 29, 58),
+        (128, True, 32, 65),
+        (192, True, 43, 87),
+    ],
 )
-@pytest.mark.parametrize("dim", [128, 192])
-def test_blocks_of_heads_that_share_keys_must_fill_much_of_the_gpu(dim, tf32, causal, most):
-    for blocks in (most, most + 1):
-        call = replace(backward(dim, seqlen=64 * blocks, tf32=tf32, causal=causal), batch=1, kv_heads=1)
-        assert (best_kernel(call, H200).name == "bwd_3_mma") == (blocks == most)
-        own = replace(call, heads=1)
-        assert best_kernel(own, H200).name == (BACKWARD if dim == 128 else WIDE)
+def test_heads_that_share_few_keys_are_parted(dim, tf32, blocks, causal_blocks):
+    """As long as eight heads give the mma.sync rungs enough parts."""
+    name = WIDE if dim > 128 else BACKWARD
+    for causal, most in ((False, blocks), (True, causal_blocks)):
+        for count in (most, most + 1):
+            call = replace(backward(dim, seqlen=64 * count, tf32=tf32, causal=causal), batch=1, kv_heads=1)
+            parted = best_kernel(replace(call, heads=8), H200).name == "bwd_3_mma"
+            assert parted == (count == most)
+            assert best_kernel(replace(call, heads=2), H200).name == name
 
 
 @pytest.mark.parametrize("dim", [128, 192])

@@ -428,7 +428,7 @@ def test_blocks_stay_unless_they_hold_one_tile_of_keys():
 def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert not takes_whole_heads(plan_of(problem(64, batch=66, seqlen=1024)))
     assert not takes_whole_heads(plan_of(problem(64, batch=40, seqlen=256)))
-    assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
+    assert takes_whole_heads(make_plan(problem(64, batch=1, seqlen=128), H200, NARROW))
 
 
 def windowed(head_dim, window, *, batch=80, **sizes):
@@ -544,7 +544,7 @@ def test_packed_sequences_add_as_batches_of_their_mean_length(head_dim, causal, 
 )
 def test_packed_sequences_of_few_keys_are_a_blocks_alone(head_dim, most, alone):
     """As far as the caller says: parts of rows, which may then not be apart, are not there."""
-    for sequences in (2, 512):
+    for sequences in (67, 512):
         call = replace(problem(head_dim, batch=sequences, seqlen=sequences * 100), max_seqlen_k=most)
         plan = plan_of(replace(call, features=Features(packed=True)))
         assert takes_whole_heads(plan) == alone
@@ -768,7 +768,15 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
         (problem(64, batch=1024, seqlen=65), NARROW),
         (replace(problem(64, batch=1, seqlen=64), seqlen_q=129), NARROW),
         (replace(problem(64, batch=67, seqlen=64), seqlen_q=129), "bwd_3_mma"),
-        (problem(136, batch=1024, seqlen=64), WIDE),
+        (problem(192, batch=1024, seqlen=64), WIDE),
+        (problem(160, batch=1, seqlen=64), "bwd_3_mma"),
+        (replace(problem(160, batch=1, seqlen=64), seqlen_q=65), PAIR),
+        (replace(problem(160, batch=66, seqlen=64), seqlen_q=256), "bwd_3_mma"),
+        (replace(problem(160, batch=66, seqlen=65), seqlen_q=129), PAIR),
+        (
+            replace(problem(160, batch=1, seqlen=65), seqlen_q=128, features=Features(dropout=True)),
+            "bwd_3_mma",
+        ),
         (replace(problem(64, batch=1, seqlen=64), features=Features(mask=(1, 1, 1, 64))), "bwd_3_mma"),
         *[
             (replace(problem(64, batch=batch, seqlen=batch * seqlen), features=Features(packed=True)), kernel)
@@ -790,10 +798,16 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
         ((128, 16, 77, 8, 8, 64), False, "bwd_3_mma"),
         ((32, 100, 100, 1, 1, 64), False, "bwd_3_mma"),
         ((32, 100, 100, 8, 4, 64), False, NARROW),
+        ((4, 77, 77, 16, 4, 64), False, "bwd_3_mma"),
+        ((32, 77, 77, 16, 4, 64), False, NARROW),
+        ((4, 128, 64, 32, 4, 128), False, "bwd_3_mma"),
+        ((4, 129, 64, 16, 4, 64), False, NARROW),
+        ((32, 256, 64, 16, 4, 64), False, "bwd_3_mma"),
         ((128, 77, 128, 2, 2, 64), True, "bwd_3_mma"),
         ((1, 1024, 77, 2, 2, 128), True, NARROW),
         ((16, 77, 77, 8, 8, 128), False, "bwd_3_mma"),
-        ((16, 77, 77, 4, 1, 128), False, NARROW),
+        ((16, 77, 77, 4, 1, 128), False, "bwd_3_mma"),
+        ((64, 77, 77, 4, 1, 128), False, NARROW),
         ((4, 16, 4096, 2, 2, 64), False, "bwd_3_mma"),
         ((32, 100, 4096, 8, 8, 64), False, NARROW),
         ((128, 256, 64, 32, 16, 64), False, "bwd_3_mma"),

@@ -21,18 +21,20 @@ FILLED = 0.9
 # The most parts of rows, and parts in all if rows are split; and the gain that more parts of rows over fewer
 # must have: times are estimates, and parts take memory.
 MOST_ROW_PARTS, MOST_WITH_ROW_PARTS, MORE_ARE_WORTH_IT = 4, 16, 0.97
-# The cost of parts, as equivalent rows of queries, measured on an H200: a block writes its part in float32;
-# all parts are read again, in rows for each tile of keys and part; and there is one more launch.
+# The cost of parts, as equivalent rows of queries of the wgmma backwards in 16 bits, measured on an H200: a
+# block writes its part in float32; all parts are read again, in rows for each tile of keys and part; and
+# there is one more launch.
 WRITE_ROWS, READ_ROWS, LAUNCH_ROWS = 150, 150, 60
 
 
 def best_parts(
-    problem: Problem, tiles: TileSizes, at_once: int, *, may_split_rows: bool = False
+    problem: Problem, tiles: TileSizes, at_once: int, *, row_time: float = 1, may_split_rows: bool = False
 ) -> tuple[int, int]:
     """The number of parts of the heads, and of the rows of these, for which a call takes the least time.
 
     `at_once` blocks run at once. With more parts, more SMs work, and more gradients of keys are written and
-    added up in float32. It is not known what a mask hides, so this assumes that it hides nothing.
+    added up in float32. A row of queries takes `row_time` times as long as in the wgmma backwards in 16 bits.
+    It is not known what a mask hides, so this assumes that it hides nothing.
     """
     key_tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
     if not key_tiles * problem.group * problem.visible_scores:
@@ -55,7 +57,7 @@ def best_parts(
         rows = most if row_parts == 1 else row_parts * round_up(ceil(most / row_parts), tiles.block_m)
         parts *= row_parts
         adding = WRITE_ROWS * max(parts, share) + READ_ROWS * parts + LAUNCH_ROWS * share
-        return problem.group * rows * mean / filled(parts) + adding * (parts > 1)
+        return problem.group * rows * mean / filled(parts) + adding * (parts > 1) / row_time
 
     if filled(1) >= FILLED:
         return 1, 1

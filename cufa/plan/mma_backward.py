@@ -18,6 +18,7 @@ from cufa.plan.gradients import (
 )
 from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.mma import (
+    HALF,
     LINE_BYTES,
     MAX_SPLIT,
     MMA_K,
@@ -207,6 +208,9 @@ WHOLE_TILES = {
         BackwardTiles(16, 64, 128, 1, 1),
     ),
 }
+# For the number of parts, as measured on an H200: how many times as long as in the wgmma backwards a row of
+# queries takes in 16 bits, and how many blocks an SM has before they take each other's time.
+ROW_TIME, BLOCKS_SIDE_BY_SIDE = 4, 2
 # No tiles of the plan's own choice have more keys.
 MOST_WHOLE_KEYS = 128
 
@@ -244,7 +248,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     candidates = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles))
     chosen = candidates.choose(problem, tiles)
     if "parts" not in tiles:
-        parts, _ = best_parts(problem, chosen.tiles, device.sm_count * chosen.blocks_per_sm)
+        row_time = ROW_TIME * arithmetic_of(problem).product_clocks
+        at_once = device.sm_count * min(chosen.blocks_per_sm, BLOCKS_SIDE_BY_SIDE)
+        parts, _ = best_parts(problem, chosen.tiles, at_once, row_time=row_time)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     check_parts(problem, sizes, sizes.parts)
@@ -299,12 +305,15 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
 
 
 def _whole_tiles(kind: Problem, device: Device) -> BackwardTiles | None:
-    """The tiles with which a block has all keys of a KV head, if some fit and do without spills."""
+    """The tiles with which a block has all keys of a KV head, if some fit and do without many spills."""
     arithmetic = arithmetic_of(kind)
     for tiles in WHOLE_TILES[kind.itemsize]:
+        cost = _backward_cost(kind, device, tiles)
         registers = arithmetic.registers(tiles.sums(kind)) + arithmetic.backward_overhead
-        smem_bytes = _backward_cost(kind, device, tiles).smem_bytes
-        fits = device.blocks_resident(tiles.threads, registers, smem_bytes) > 0
+        if kind.itemsize == HALF.item_bytes and tiles.warps > 1:
+            # A few spills cost less than two more launches.
+            registers = cost.registers
+        fits = device.blocks_resident(tiles.threads, registers, cost.smem_bytes) > 0
         if takes_whole_heads(kind, device, tiles) and fits and registers <= device.registers_per_thread:
             return tiles
     return None

@@ -9,16 +9,20 @@ from cufa.kernels import Kernel, kernel_named
 from cufa.plan.hopper import WGMMA_M
 from cufa.plan.short_backward import is_short, is_short_if_wide
 from cufa.plan.wgmma_backward_tiles import PAIR_TILES
-from cufa.problem import Problem
+from cufa.problem import MAX_HEAD_DIM, Problem
 from cufa.rounding import ceil_div, round_up
 
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
-# Up to how many queries and keys, or in tf32 queries, sequences are too short for the backward in halves.
-_SHORT_IN_HALVES, _SHORT_IN_TF32 = 64, 128
-# How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
-# these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
-_LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
+# Up to how many queries and keys, or queries alone, or in tf32 queries, sequences are too short for the
+# backward in halves.
+_SHORT_IN_HALVES, _FEW_IN_HALVES, _SHORT_IN_TF32 = 64, 32, 128
+# Where heads share keys, the mma.sync rungs part these heads among SMs. How many times as slow as the
+# backward in halves they are without parts: whether in tf32, and up to how many head dims.
+_SLOWER_WITHOUT_PARTS = {
+    False: {64: 4.5, 128: 3.0, MAX_HEAD_DIM: 4.5},
+    True: {128: 4.0, MAX_HEAD_DIM: 3.0},
+}
 # The keys of a block of the backward in halves or in 16 bits for wide heads, and of a pair of blocks; and up
 # to how many head dims half of a pair's dQ is padding.
 _BLOCK_KEYS, _PAIR_KEYS, _PADDED_IN_PAIRS = WGMMA_M, PAIR_TILES.block_n, 128
@@ -86,12 +90,14 @@ def _why_not_halves(problem: Problem, device: Device) -> str | None:
     """Not for short sequences, nor where heads that share few keys are parted."""
     tf32, sequences = problem.features.tf32, problem.packed_sequences
     queries, keys = (ceil_div(n, sequences) for n in (problem.seqlen_q, problem.seqlen_k))
-    short = queries <= _SHORT_IN_TF32 if tf32 else max(queries, keys) <= _SHORT_IN_HALVES
-    if short:
+    few = queries <= (_SHORT_IN_TF32 if tf32 else _FEW_IN_HALVES)
+    if few or max(queries, keys) <= _SHORT_IN_HALVES:
         return "is slower than the mma.sync rungs for sequences this short"
     blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
-    least = device.sm_count * _LEAST_BLOCKS[tf32] * (2 if problem.causal else 1)
-    if problem.heads > problem.kv_heads and blocks < least:
+    # If the call is causal, the longest block takes twice as long as the mean.
+    parts = min(problem.group, device.sm_count * (2 if problem.causal else 1) / max(1, blocks))
+    slower = _SLOWER_WITHOUT_PARTS[tf32]
+    if parts > slower[next(dims for dims in slower if problem.head_dim <= dims)]:
         return f"would have only {blocks} blocks for {device.sm_count} SMs"
     return None
 

@@ -208,6 +208,29 @@ def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
         assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
+# The mask's heads and sequences: with bits for each key, the range of each row is tested apart.
+@pytest.mark.parametrize(
+    ("front", "features"),
+    [
+        ((2, 1), ("window", "seqused_k", "softcap")),
+        ((1, 2), ("packed", "causal")),
+        ((2, 2), ("dropout", "bias", "sink")),
+        ((1, 1), ("causal", "alibi_slopes")),
+    ],
+    ids=str,
+)
+def test_a_mask_of_keys(rng, front, features):
+    keys, dtype = 400, "float16" if "bias" in features else "bfloat16"
+    sizes = {"seqlen_q": 150, "seqlen_k": keys, "head_dim": 72, "head_dim_v": 40} | HEADS
+    case = draw_case(rng, dtype, {*features}, **sizes)
+    mask = rng.random((*front, 1, keys)) < 0.7
+    mask[..., 128:256] = rng.integers(2)  # a tile that nothing cuts
+    case.arrays["mask"] = mask
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
+    assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
 # The heads that share keys, and rows that see them, in parts: where dQ is added from registers, by copies and
 # by two warpgroups for a part of the dims each; sequences packed, with unused keys, and of one length.
 PARTED = [

@@ -331,6 +331,10 @@ def test_scores_seen_are_always_written_of_a_mask():
     length = 16 * 2 * 4 * 128 * 2
     assert seen_score_bytes(length, None, mask=(1, 1, length, length)) == length**2 / 8
     assert seen_score_bytes(1024, None, mask=(1, 4, 1024, 1024)) == 4 * 1024**2 / 8
+    # Of keys alone, if all rows are alike.
+    for front, rows in (((1, 1), 1), ((2, 1), 2), ((1, 4), 4), ((2, 4), 8)):
+        assert seen_score_bytes(length, None, mask=(*front, 1, length)) == rows * length / 8
+    assert seen_score_bytes(1024, mask=(1, 1, 1, 1024)) == 1024**2 / 8
     with pytest.raises(ValueError, match="with a mask block_n must be a multiple of 32"):
         seen_score_bytes(1024, mask=(1, 1, 1, 1024), block_n=48)
 

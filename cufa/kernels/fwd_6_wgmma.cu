@@ -24,8 +24,8 @@
 //          STORE_COLS columns of O on their way out and, if TMA can copy it, the bias of a tile of
 //          scores
 // Global   workspace: the number of tiles taken, 0 between launches; with a mask or a mask_mod,
-//          what it shows of each tile and, if SEEN_BITS, of each score, in bits; partial results of
-//          tiles whose keys are split (key_parts.cuh)
+//          what it shows of each tile and, in bits, of each score if SEEN_BITS, or of each key if
+//          KEY_BITS; partial results of tiles whose keys are split (key_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -83,15 +83,27 @@ struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     __device__ void round(Weights& p, const Scores& s) const { round_to_operand<kBlockN>(p, s); }
 };
 
+// Writes the bits of a tile of keys which all rows see alike, if there are so many.
+__device__ inline void write_column(const ForwardParams& call, long long column) {
+    if (column >= Seen::columns(call)) return;
+    unsigned int* const bits = seen_bits(call) + column * kRowWords;
+    Seen::visit(call, column, [&](const ScoreRules& rules, int first_key) {
+        write_key_bits<kBlockN>(bits, rules, first_key);
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(kSeenThreads)
     seen_tiles(const __grid_constant__ Params params) {
     if constexpr (kKeyMask) {
         if constexpr (kSeenBits) ptx::let_next_launch_begin();
         if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
-        const long long tile = warp_of_grid<kSeenThreads>();
-        if (tile >= Seen::count(params.call)) return;
+        const long long tile = warp_of_grid<kSeenThreads>(), tiles = Seen::count(params.call);
+        if (tile >= tiles) {
+            if constexpr (kKeyBits) write_column(params.call, tile - tiles);
+            return;
+        }
         SeenPart* const parts = seen_parts(params.call);
-        if constexpr (kSeenBits) {
+        if constexpr (kSeenBits && !kKeyBits) {
             unsigned int* const bits = seen_bits(params.call);
             const auto write = [&](const ScoreRules& rules, int row, int key, long long number) {
                 const KeyTiles<kBlockN> range(rules.mask, row, kBlockM);

@@ -137,6 +137,7 @@ def scratch_to_merge(problem: Problem, tiles: Tiles, parts: int) -> Scratch:
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
     """Whether each score has a bit that says if a mask or a mask_mod shows it; for a mask, always.
 
+    If all rows of a mask are alike, a bit of each key is enough: `has_key_bits`.
     For a function, bits are faster if it reads arrays for each score, and are used if all bits take no more
     memory than the output.
     """
@@ -149,6 +150,12 @@ def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
     rows = problem.tensor_batch * problem.heads * problem.seqlen_q
     output_bytes = rows * problem.value_dim * problem.itemsize
     return bits <= BYTE_BITS * output_bytes
+
+
+def has_key_bits(problem: Problem) -> bool:
+    """Whether a mask shows the same keys to all rows of a head, and no mask_mod hides more."""
+    mask = problem.features.mask
+    return mask is not None and mask[2] == 1 and problem.features.mask_mod is None
 
 
 def box_keys(problem: Problem, tiles: Tiles) -> int:
@@ -174,6 +181,7 @@ def forward_macros(
         ("CONSUMER_REGISTERS", consumer_registers),
         ("MERGES_LATER", parted is not NOT_PARTED and tiles.merges_later(problem, tiles.parts)),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
+        ("KEY_BITS", has_key_bits(problem)),
         ("BIAS_BOXES", has_bias_boxes(problem)),
         ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),

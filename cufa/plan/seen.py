@@ -26,18 +26,29 @@ def check_masked_keys(problem: Problem, tiles: TileSizes) -> None:
 
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """The number of tiles of scores that the launch looks at: seen_tiles.cuh's count."""
-    features = problem.features
-    if not features.key_mask:
+    if not problem.features.key_mask:
         return 0
+    heads, batch = _that_differ(problem)
+    row_tiles = counted_row_tiles(replace(problem, batch=batch), problem.seqlen_q, rows)
+    return heads * row_tiles * ceil_div(problem.most_keys, keys)
+
+
+def key_columns(problem: Problem, keys: int) -> int:
+    """The number of tiles of keys that may differ in what is seen of them: seen_tiles.cuh's columns."""
+    heads, batch = _that_differ(problem)
+    return heads * batch * ceil_div(problem.most_keys, keys)
+
+
+def _that_differ(problem: Problem) -> tuple[int, int]:
+    """Of how many heads and sequences the tiles may differ."""
+    features = problem.features
     mask_batch, mask_heads, _, _ = features.mask or (1, 1, 1, 1)
     function = features.mask_mod
     of_heads = mask_heads > 1 or (function is not None and function.of_heads)
     # Packed sequences and used keys end at different places in each sequence.
     own_ends = features.packed or features.seqused_k
     of_batches = mask_batch > 1 or (function is not None and function.of_batches) or own_ends
-    counted = problem if of_batches else replace(problem, batch=1)
-    row_count = counted_row_tiles(counted, problem.seqlen_q, rows)
-    return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.most_keys, keys)
+    return problem.heads if of_heads else 1, problem.batch if of_batches else 1
 
 
 def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launch:

@@ -30,12 +30,13 @@ from cufa.plan.persistent import (
     box_keys,
     choose_persistent,
     forward_macros,
+    has_key_bits,
     has_seen_bits,
     launches_of_parts,
     work_bytes,
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
-from cufa.plan.seen import seen_scratch, seen_tiles
+from cufa.plan.seen import key_columns, seen_scratch, seen_tiles
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -84,12 +85,15 @@ def forward(
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
         threads = WARPGROUP if with_bits else sizes.threads
-        blocks = max(1, ceil_div(seen, threads // device.warp_size))  # at least one: it resets the counter
+        alike = key_columns(problem, sizes.block_n) if has_key_bits(problem) else 0
+        blocks = ceil_div(seen + alike, threads // device.warp_size)
+        blocks = max(1, blocks)  # it resets the counter
         launches = (Launch("seen_tiles", blocks, threads), replace(main, overlaps=with_bits))
         taken = Scratch("tiles taken", (WORKSPACE_ALIGNMENT // problem.accumulator.itemsize,))
         scratch = (taken, *seen_scratch(problem, seen, WORKSPACE_ALIGNMENT))
         if with_bits:
-            scratch += (Scratch("seen scores", (seen * sizes.block_m * sizes.block_n // WORD_BITS,)),)
+            rows = alike or seen * sizes.block_m
+            scratch += (Scratch("seen scores", (rows * sizes.block_n // WORD_BITS,)),)
     boxes = (
         *bias_box(problem, WGMMA_M, has_bias_boxes(problem)),
         TensorBox(0, WGMMA_M, PANEL_COLS),

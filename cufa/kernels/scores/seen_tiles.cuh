@@ -32,6 +32,20 @@ class SeenTiles {
                ceil_div(sizes.most_keys, Keys);
     }
 
+    // The same of tiles of keys, whatever the rows; and those before the ones of a head.
+    template <class Params>
+    __device__ static long long columns(const Params& params) {
+        const long long of_heads = differ_by_head(params) ? params.sizes.heads : 1;
+        return of_heads * batches(params) * ceil_div(params.sizes.most_keys, Keys);
+    }
+    template <class Params>
+    __device__ static long long columns_before(const Params& params, int batch, int head) {
+        const long long of_head = differ_by_head(params) ? head : 0;
+        const int of_batch = differ_by_batch(params) ? batch : 0;
+        const int keys = ceil_div(params.sizes.most_keys, Keys);
+        return (of_head * batches(params) + of_batch) * keys;
+    }
+
     // Whether the scores of this tile must be tested one by one.
     __device__ bool cuts(int row, int key) const { return kKeyMask && part(row, key) != kAll; }
 
@@ -96,6 +110,16 @@ class SeenTiles {
         const long long number = of_head.number(all, first_row, first_key);
         const SeenPart part = part_of(rules, first_row, first_key, number);
         if (threadIdx.x % 32 == 0) all[number] = part;
+    }
+
+    // Calls write(rules, key) for the first key of one of the columns, unless it has none.
+    template <class Params, class Write>
+    __device__ static void visit(const Params& params, long long column, const Write& write) {
+        const int keys = ceil_div(params.sizes.most_keys, Keys);
+        const int first_key = column % keys * Keys;
+        const Sequence sequence(params, column / keys % batches(params));
+        if (first_key >= sequence.seqlen_k || sequence.seqlen_q == 0) return;
+        write(ScoreRules(params, sequence, column / keys / batches(params)), first_key);
     }
 
     // The number, among the tiles of all heads, of the tile with this row and key.

@@ -118,16 +118,29 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
     return found.part();
 }
 
-// The bits of a thread's Count scores, which are in two rows, 8 apart.
-template <int Count>
+// Writes which keys of a tile the mask shows to all rows, by one warp.
+template <int Keys>
+__device__ inline void write_key_bits(unsigned int* bits, const ScoreRules& rules, int first_key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int word = 0; word < Keys / kWordKeys; ++word) {
+        const bool shown = rules.template shows<false>(0, first_key + kWordKeys * word + lane);
+        const unsigned int seen = __ballot_sync(0xffffffffu, shown);
+        if (lane == 0) bits[word] = seen;
+    }
+}
+
+// The bits of a thread's Count scores, which are in two rows, 8 apart; or one row's for both.
+template <int Count, bool Alike>
 struct SeenBits {
     static constexpr int kWords = ceil_div(2 * Count, kWordKeys);  // of a row
-    RowBits<kWords> rows[2];
+    static constexpr int kRows = Alike ? 1 : 2;
+    RowBits<kWords> rows[kRows];
 
     // `row` has the words of the first row.
     __device__ void load(const unsigned int* row) {
-        rows[0].load(row);
-        rows[1].load(row + 8 * kWords);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) rows[i].load(row + 8 * i * kWords);
     }
 
     // Sets scores that are not seen to `masked`.
@@ -136,7 +149,7 @@ struct SeenBits {
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const int key = i / 4 * 8 + i % 2;
-            const unsigned int of_thread = rows[i / 2 % 2].of[key / kWordKeys] >> first_key;
+            const unsigned int of_thread = rows[i / 2 % kRows].of[key / kWordKeys] >> first_key;
             if (!(of_thread >> key % kWordKeys & 1)) s[i] = masked;
         }
     }

@@ -135,14 +135,16 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
 
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
 
-// What they show of each tile and, if kSeenBits, one bit per score. In the workspace, the count of
-// tiles taken comes first, then the parts, then the bits.
-constexpr bool kSeenBits = SEEN_BITS;
+// What they show of each tile and, if kSeenBits, one bit per score; or if kKeyBits, as all rows are
+// alike, per key. In the workspace, the count of tiles taken comes first, then the parts, then the
+// bits.
+constexpr bool kSeenBits = SEEN_BITS, kKeyBits = KEY_BITS;
 static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
 constexpr int kRowWords = kBlockN / kWordKeys;
-constexpr long long kTileWords = kBlockM * kRowWords;  // a call may have more than 2^31 in all
+// A call may have more than 2^31 in all.
+constexpr long long kTileWords = (kKeyBits ? 1 : kBlockM) * kRowWords;
 using Seen = SeenTiles<kBlockM, kBlockN>;
-using SeenScores = SeenBits<kBlockN / 2>;
+using SeenScores = SeenBits<kBlockN / 2, kKeyBits>;
 __device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
     return static_cast<unsigned int*>(call.workspace);
 }

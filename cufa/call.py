@@ -253,7 +253,7 @@ def _known(
     dtypes = {name: dtype for name, _, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, options.layout)
-    if problem.features.mod_arrays:
+    if problem.features.mod_arrays or problem.features.mask is not None:
         problem = replace(problem, features=problem.features.with_lying(tensors))
 
     packed = problem.features.packed

@@ -149,19 +149,24 @@ class Features:
         return tuple(array.name for mod in written for array in mod.arrays)
 
     def with_lying(self, described: Iterable[tuple[str, Shape, Shape, np.dtype[Any]]]) -> Features:
-        """The same, knowing of which arrays of functions elements along the last axis are adjacent.
+        """The same, knowing how a call's arrays lie: names, shapes, strides in bytes and dtypes of all.
 
-        `described` are all arrays of a call: names, shapes, strides in bytes and dtypes.
+        What counts is of which arrays of functions elements along the last axis are adjacent, and along which
+        axes a mask repeats itself, as a broadcast one does: it has one element there.
         """
-        names = self.mod_arrays
-        own = [
-            (name, shape[-1], strides[-1], x.itemsize)
+        names = (*self.mod_arrays, "mask")
+        own = {
+            name: (shape, strides)
             for name, shape, strides, x in described
-            if name in names
-        ]
-        adjacent = {name for name, size, stride, itemsize in own if size == 1 or stride == itemsize}
+            if name in names and (shape[-1] == 1 or strides[-1] == x.itemsize)
+        }
+        mask, adjacent = self.mask, own.keys() - {"mask"}
+        if "mask" in own:
+            sizes, steps = own["mask"]
+            mask = four_axes(tuple(1 if step == 0 else size for size, step in zip(sizes, steps, strict=True)))
         return replace(
             self,
+            mask=mask,
             score_mod=self.score_mod and self.score_mod.with_adjacent(adjacent),
             mask_mod=self.mask_mod and self.mask_mod.with_adjacent(adjacent),
         )

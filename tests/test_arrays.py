@@ -321,6 +321,26 @@ def test_subclasses_of_numpys_arrays_mix_with_them() -> None:
     assert np.shares_memory(adopted.arrays["q"], tagged)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.uint8])
+def test_a_broadcast_mask_is_planned_as_what_it_repeats(dtype: type) -> None:
+    q = np.empty((2, 1000, 8, 64), np.float16)
+    length = 1000 if dtype is bool else 125
+    padding = np.ones((2, 1, 1, length), dtype)
+    apart = np.ones((2, 1, 1, 2 * length), dtype)[..., ::2]  # kernels cannot read it where it lies
+
+    def plan(mask: Any) -> cufa.Plan:
+        return cufa.plan(q, q, q, mask=mask, arch="sm_90a")
+
+    def to_all(mask: Any) -> Any:
+        return np.broadcast_to(mask, (2, 1, 1000, length))
+
+    assert plan(to_all(padding)) == plan(padding)
+    bits = 2 * 1024**2 / 8
+    repeated = plan(padding.repeat(1000, axis=2)).workspace_bytes
+    assert repeated > bits > 100 * plan(padding).workspace_bytes
+    assert plan(to_all(apart)).workspace_bytes == repeated
+
+
 def test_what_a_mask_hides_is_not_read_without_a_word() -> None:
     masked = np.ma.masked_invalid(some_array())
     with pytest.raises(TypeError, match=r"^k is a numpy.ma.MaskedArray, .*; give k.filled\(...\)$"):

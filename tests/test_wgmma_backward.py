@@ -815,6 +815,7 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
         ((128, 128, 128, 16, 16, 32), False, NARROW),
         ((64, 16, 16, 4, 4, 192), False, "bwd_3_mma"),
         ((128, 64, 64, 32, 8, 256), False, PAIR),
+        ((128, 64, 64, 2, 2, 256), False, WIDE),
         ((8, 48, 77, 4, 4, 256), False, PAIR),
         ((4, 48, 4096, 8, 8, 256), False, WIDE),
     ],

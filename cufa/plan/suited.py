@@ -29,7 +29,8 @@ _BLOCK_KEYS, _PAIR_KEYS, _PADDED_IN_PAIRS = WGMMA_M, PAIR_TILES.block_n, 128
 # Up to how many head dims a pair is slower than blocks alone in any window, and for as few queries as it has
 # keys; above, for how few queries, and up to how many keys that a row sees in a window. A window must hide
 # most keys: a row has so many times as many as it sees. With no more keys than a pair has, a pair is slower
-# only for few queries in a window and, with few head dims, for half as many keys if no SM is idle.
+# only for few queries in a window that hides half of them and, if no SM is idle, for half as many keys with
+# few head dims or few queries of all heads that share these.
 _NARROW_IN_PAIRS, _FEW_IN_PAIRS, _NEAR_IN_PAIRS, _HIDDEN_BY_WINDOW = 192, 64, 512, 4
 
 _SHORTER = "is slower than the mma.sync rungs for so few queries"
@@ -72,8 +73,10 @@ def _why_not_pairs(problem: Problem, device: Device) -> str | None:
     narrow = problem.head_dim <= _NARROW_IN_PAIRS
     usual = problem.typical
     queries, keys = usual.seqlen_q // usual.packed_sequences, usual.mean_keys
-    half_idle = keys <= _BLOCK_KEYS and narrow and problem.batch * problem.kv_heads > device.sm_count
-    few_in_window = problem.features.windowed and queries <= _FEW_IN_PAIRS
+    half = keys <= _BLOCK_KEYS and problem.batch * problem.kv_heads > device.sm_count
+    half_idle = half and (narrow or queries * problem.group <= _FEW_IN_PAIRS)
+    hides_half = problem.features.windowed and 2 * problem.seen_keys <= keys
+    few_in_window = hides_half and queries <= _FEW_IN_PAIRS
     if keys <= _PAIR_KEYS and not half_idle and not few_in_window:
         return None
     # The last tile has many keys that do not exist: all tiles a third more than those of 64 keys.

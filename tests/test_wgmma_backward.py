@@ -809,6 +809,8 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
         ((16, 77, 77, 4, 1, 128), False, "bwd_3_mma"),
         ((64, 77, 77, 4, 1, 128), False, NARROW),
         ((4, 16, 4096, 2, 2, 64), False, "bwd_3_mma"),
+        ((1, 64, 1024, 16, 2, 64), False, "bwd_3_mma"),
+        ((4, 64, 1024, 16, 4, 64), False, NARROW),
         ((32, 100, 4096, 8, 8, 64), False, NARROW),
         ((128, 256, 64, 32, 16, 64), False, "bwd_3_mma"),
         ((2, 512, 64, 16, 16, 128), False, NARROW),

@@ -24,8 +24,8 @@ _QUERIES_OF_PART, _QUERIES_OF_MANY_PARTS = 128, 256
 # many blocks, and up to how many queries with any number of blocks.
 _ROWS, _BLOCKS_OF_SM = {32: 320, 64: 128, _NARROW: 96}, {32: 4, 64: 1, _NARROW: 1}
 _FEW_QUERIES = {32: 64, 64: 32, _NARROW: 0}
-# Few rows with any number of keys: up to how many head dims and rows; and without a score_mod, which would be
-# computed for rows that do not exist, how many tiles of so many keys for each SM.
+# Few rows with any number of keys: up to how many head dims and rows, or queries of parts; and without a
+# score_mod, which would be computed for rows that do not exist, how many tiles of so many keys for each SM.
 _FEW_ROWS_HEAD_DIM, _FEW_ROWS, _TILE_KEYS, _TILES_OF_SM = 64, 64, 128, 2
 # Wide heads, up to how many dims: up to how many queries and keys; and if the call has a mask, a bias, a
 # function or dropout, as long as query heads have no more tiles of so many keys than there are SMs.
@@ -101,8 +101,10 @@ def _has_few_rows(problem: Problem, device: Device) -> bool:
     if problem.features.packed or _dims(problem) > _FEW_ROWS_HEAD_DIM:
         return False
     tiles = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, _TILE_KEYS)
-    few_tiles = problem.features.score_mod is not None or tiles <= _TILES_OF_SM * device.sm_count
-    return few_tiles and problem.seqlen_q * problem.group <= _FEW_ROWS
+    most_tiles = _TILES_OF_SM * device.sm_count
+    if problem.seqlen_q * problem.group <= _FEW_ROWS:
+        return problem.features.score_mod is not None or tiles <= most_tiles
+    return problem.seqlen_q <= _FEW_ROWS and tiles * problem.group <= most_tiles
 
 
 def _queries(problem: Problem) -> int:

@@ -81,5 +81,6 @@ def _tile(head: HeadRules, S: Array, lse: Array, rows: slice, columns: slice, vi
         np.copyto(P, 0, where=~visible)  # even if it is NaN
     kept = head.kept(rows, columns)
     if kept is not None:
-        P *= kept * head.kept_scale
+        P *= head.kept_scale
+        np.copyto(P, 0, where=~kept)
     return P

@@ -179,9 +179,8 @@ class Run:
         with np.errstate(all="ignore"):
             for head in Rules(**self.built.rules).heads(q, k):
                 scores, _ = head.scores(q[head.queries], k[head.keys])
-                exact[head.queries[0], head.number, :, : scores.shape[1]] = (
-                    head.softmax(scores)[0] * head.kept
-                )
+                weights = np.where(head.kept == 0, 0, head.softmax(scores)[0] * head.kept)
+                exact[head.queries[0], head.number, :, : scores.shape[1]] = weights
                 largest = max(largest, float(np.abs(scores).max(where=np.isfinite(scores), initial=0)))
         rounding = float(np.finfo(accumulator_dtype(problem.dtype_name)).eps)
         tolerance = OF_PROBABILITIES[problem.dtype_name] + SCORE_ROUNDINGS * rounding * largest

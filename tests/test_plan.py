@@ -1,5 +1,6 @@
 """Planning for every known GPU: what is planned fits, covers every row, and is explained."""
 
+import functools
 import itertools
 import re
 import sys
@@ -193,20 +194,69 @@ def test_gradients_of_wide_heads_fit_everywhere(arch: str, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", TILED)
 def test_registers_are_not_exceeded_if_other_tiles_do_with_fewer(kernel: str, arch: str) -> None:
     device = Device.of(arch)
-    cost_of = tiled._backward_cost if kernel.startswith("bwd") else tiled._forward_cost
     for dtype, (head_dim, value_dim) in itertools.product(DTYPES, HEAD_DIMS):
         problem = problem_for(kernel, dtype, head_dim, value_dim)
-        costs = {tiles: cost_of(problem, tiles) for tiles in CANDIDATES[kernel]}
+        plan = make_plan(problem, device, kernel)
+        slices = dict(plan.macros).get("SLICES", 1)
+        candidates = tiled.SLICED_BACKWARD_TILES if slices > 1 else CANDIDATES[kernel]
+        cost_of = (
+            functools.partial(tiled._backward_cost, slices=slices)
+            if kernel.startswith("bwd")
+            else tiled._forward_cost
+        )
+        costs = {tiles: cost_of(problem, tiles) for tiles in candidates}
         holds = [
             tiles
             for tiles, cost in costs.items()
             if cost.smem_bytes <= device.smem_per_block and cost.registers <= device.registers_per_thread
         ]
-        plan = make_plan(problem, device, kernel)
         (chosen,) = (tiles for tiles in costs if vars(tiles) == plan.tiles)
         assert chosen in holds or not holds
         registers = costs[chosen].registers
         assert f"about {registers} of {device.registers_per_thread} registers per thread" in str(plan)
+
+
+# Beside what is asked for, sizes with which it can be compiled, and the number of slices of the head dims.
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "asked", "slices"),
+    [
+        ("sm_86", "float16", 64, {"block_m": 64, "block_n": 32}, 1),
+        ("sm_75", "float16", 128, {"block_m": 64, "block_n": 32}, 1),
+        ("sm_75", "float32", 256, {"block_m": 32, "block_n": 16, "threads": 256}, 2),
+        ("sm_75", "float32", 128, {"block_m": 16, "block_n": 16, "lanes": 16}, 1),
+    ],
+)
+def test_the_plan_chooses_other_sizes_to_suit(
+    arch: str, dtype: str, head_dim: int, asked: dict[str, int], slices: int
+) -> None:
+    problem = Problem("backward", dtype, 2, 4096, 4096, 16, 16, head_dim, head_dim)
+    plan = make_plan(problem, Device.of(arch), tiles=asked)
+    assert asked.items() <= plan.tiles.items()
+    assert dict(plan.macros).get("SLICES", 1) == slices
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "slices"),
+    [
+        ("sm_75", "float32", 128, 1),
+        ("sm_75", "float32", 144, 2),
+        ("sm_86", "float32", 192, 1),
+        ("sm_86", "float32", 256, 2),
+        ("sm_86", "float64", 96, 1),
+        ("sm_86", "float64", 256, 3),
+        ("sm_90a", "float32", 256, 1),
+        ("sm_90a", "float64", 144, 2),
+    ],
+)
+def test_head_dims_come_in_slices_where_whole_ones_spill_or_cost_more(
+    arch: str, dtype: str, head_dim: int, slices: int
+) -> None:
+    plan = plan_of("bwd_2_flash_v2", arch, dtype=dtype, head_dim=head_dim)
+    assert dict(plan.macros)["SLICES"] == slices
+    assert f"one of {slices} slices" in str(plan) or slices == 1
+    registers = re.search(r"about (\d+) of (\d+) registers", str(plan))
+    assert registers
+    assert int(registers[1]) <= int(registers[2])
 
 
 @pytest.mark.parametrize("kernel", TILED)
@@ -652,7 +702,7 @@ def test_the_cheapest_or_last_rung_is_taken(arch: str, direction: Direction, dty
     prices = {row.name: PRICES[row.name](problem, device) for row in fits if row.name in PRICES}
     if len(prices) > 1:
         assert chosen.kernel == min(prices, key=lambda name: prices[name])
-        assert "us on an H200, the cheapest" in chosen.reasons[0]
+        assert re.search(r"us on an H200( of \d+ SMs)?, the cheapest", chosen.reasons[0])
     else:
         assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
     assert asked.reasons[0] == f"{chosen.kernel}: chosen by the caller"

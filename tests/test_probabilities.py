@@ -86,6 +86,10 @@ def test_keys_that_are_not_seen_have_none_beside_nan_that_is(rng):
     )
     assert np.isnan(probs[:, :, 20:, 20]).all()
     assert (probs[:, :, 22, 23:] == 0).all()
+    options = {"dropout_p": 0.5, "seed": 3, "return_attn_probs": True, "backend": "numpy"}
+    *_, probs = cufa.attention(problem.q, problem.k, problem.v, **options)
+    assert ((probs == 0) | np.isnan(probs)).all()
+    assert 0.4 < (probs == 0).mean() < 0.6  # those that are dropped
 
 
 @pytest.mark.parametrize("lengths", [(300, 600), (1, 1), (0, 3), (3, 0)])

@@ -40,7 +40,8 @@ class Tiles:
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.block_m} with {self.threads} threads, stages {self.stages}"
+        of_scores = f"{self.block_n} queries by {self.block_m} keys"
+        return f"{of_scores} with {self.threads} threads, stages {self.stages}"
 
 
 # By the element size in bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -68,8 +68,9 @@ class Candidate(Generic[T]):
 
 @dataclass(frozen=True)
 class Choice(Candidate[T]):
-    """The chosen tiles, and why."""
+    """The chosen tiles, and why; the price is that of a useful multiply-add, 1 if nothing else took time."""
 
+    price: float
     reasons: tuple[str, ...]
 
 
@@ -81,21 +82,12 @@ class Candidates(Generic[T]):
 
         Raises ValueError, with the arithmetic, if none fits.
         """
-        self._device, self._cost_of = device, cost_of
-        self._are_many = len(tiles) > 1
-        costs = {candidate: cost_of(candidate) for candidate in tiles}
-        fitting = {candidate: cost for candidate, cost in costs.items() if _fits(candidate, cost, device)}
-        if not fitting:
+        self._device, self._cost_of, self._tiles = device, cost_of, tiles
+        self._candidates = self._best_fitting(tiles)
+        if not self._candidates:
             smallest = tiles[-1]
-            needs = _needs(smallest, costs[smallest], device)
+            needs = _needs(smallest, cost_of(smallest), device)
             raise ValueError(f"even the smallest tiles, {smallest}, {needs}")
-        # Spilled registers cost more than any tile gains.
-        limit = device.registers_per_thread
-        no_spills = {candidate: cost for candidate, cost in fitting.items() if cost.registers <= limit}
-        self._candidates = {
-            candidate: Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
-            for candidate, cost in (no_spills or fitting).items()
-        }
         # More rows or keys than the largest tile has do not change the choice.
         self._most_rows = max(tiles.block_m for tiles in self._candidates)
         self._most_keys = max(tiles.block_n for tiles in self._candidates)
@@ -104,8 +96,8 @@ class Candidates(Generic[T]):
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
         """Choose the cheapest tiles for a problem, among those with the sizes that `overrides` asks for.
 
-        If none has these, the cheapest of all get them, and must still fit. Raises ValueError, with the
-        arithmetic, if they do not.
+        If none has these, any may get them with which they can be compiled and fit. Raises ValueError, with
+        the reason or the arithmetic, if there are no such tiles.
         """
         device = self._device
         rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
@@ -116,8 +108,8 @@ class Candidates(Generic[T]):
             frozenset(overrides.items()),
         )
         tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
-        how = "the fastest measured for this kind of problem"
-        if self._are_many:
+        how = "those for this kind of problem, by measurements on an H200"
+        if len(self._tiles) > 1:
             cost_of_one = f"a multiply-add at {price:.2f} times its bare cost"
             how = f"the cheapest of {len(self._candidates)} that fit, {cost_of_one}"
         if overrides:
@@ -132,16 +124,39 @@ class Candidates(Generic[T]):
             f"{counted(blocks, 'block')} per SM: {cost.smem_bytes:,} of {device.smem_per_sm:,} bytes of "
             f"shared memory, about {cost.registers} of {limit} registers per thread"
         )
-        return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
+        return Choice(tiles, cost, blocks, price, (f"tiles {tiles}: {how}", fit))
 
     def _search(
         self, rows: int, keys: int, product_dims: int, asked: Set[tuple[str, int]]
     ) -> tuple[Candidate[T], float]:
         """The cheapest tiles for sequences of this many rows and keys, and their cost per multiply-add."""
-        candidates = list(with_sizes(self._candidates, asked).values())
+        candidates = self._with_sizes(asked)
         prices = [_price(each, rows, keys, product_dims, self._device) for each in candidates]
         price = min(prices)
         return candidates[prices.index(price)], price
+
+    def _with_sizes(self, asked: Set[tuple[str, int]]) -> list[Candidate[T]]:
+        """The candidates that have these sizes or, if none has, all tiles that can have them."""
+        own = _own_sizes(asked)
+        having = _having(self._candidates, own)
+        if having or not own.keys() <= sizes_of(self._tiles[0]).keys():
+            return [*(having or self._candidates).values()]
+        changed = dict.fromkeys(replace(tiles, **own) for tiles in self._tiles)
+        fitting = self._best_fitting([tiles for tiles in changed if _misfit(tiles) is None])
+        return [*(fitting or self._candidates).values()]
+
+    def _best_fitting(self, tiles: Iterable[T]) -> dict[T, Candidate[T]]:
+        """Those that fit; of these, only the ones without spills, if there are any."""
+        device = self._device
+        costs = {each: self._cost_of(each) for each in tiles}
+        fitting = {each: cost for each, cost in costs.items() if _fits(each, cost, device)}
+        # Spilled registers cost more than any tile gains.
+        limit = device.registers_per_thread
+        no_spills = {each: cost for each, cost in fitting.items() if cost.registers <= limit}
+        return {
+            each: Candidate(each, cost, _blocks_per_sm(each, cost, device))
+            for each, cost in (no_spills or fitting).items()
+        }
 
 
 def sizes_of(tiles: TileSizes) -> dict[str, int]:
@@ -150,13 +165,17 @@ def sizes_of(tiles: TileSizes) -> dict[str, int]:
 
 
 def with_sizes(candidates: Mapping[T, S], asked: Set[tuple[str, int]]) -> Mapping[T, S]:
-    """The candidates that have the sizes that a caller asks for by name; all, if none has them.
+    """The candidates that have the sizes that a caller asks for by name; all, if none has them."""
+    return _having(candidates, _own_sizes(asked)) or candidates
 
-    The number of parts is not a candidate's: it follows from the problem.
-    """
-    own = {(name, size) for name, size in asked if name != "parts"}
-    having = {tiles: each for tiles, each in candidates.items() if own <= sizes_of(tiles).items()}
-    return having or candidates
+
+def _having(candidates: Mapping[T, S], own: Mapping[str, int]) -> dict[T, S]:
+    return {tiles: each for tiles, each in candidates.items() if own.items() <= sizes_of(tiles).items()}
+
+
+def _own_sizes(asked: Set[tuple[str, int]]) -> dict[str, int]:
+    """Without the number of parts, which is not a candidate's: it follows from the problem."""
+    return {name: size for name, size in asked if name != "parts"}
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
@@ -203,13 +222,14 @@ def _override(tiles: T, overrides: Mapping[str, int]) -> T:
     if unknown:
         raise ValueError(f"tiles has {', '.join(sorted(map(str, unknown)))}; it may have {', '.join(names)}")
     changed = replace(tiles, **overrides)
-    misfit = _threads_misfit(changed) or changed.misfit()
+    misfit = _misfit(changed)
     if misfit is not None:
         raise ValueError(f"tiles {changed}: {misfit}")
     return changed
 
 
-def _threads_misfit(tiles: TileSizes) -> str | None:
+def _misfit(tiles: TileSizes) -> str | None:
+    """None if a kernel can be compiled for these sizes, else the reason."""
     sizes = sizes_of(tiles)
     for name, size in sizes.items():
         if size < 1:
@@ -219,7 +239,7 @@ def _threads_misfit(tiles: TileSizes) -> str | None:
     if tiles.threads > MAX_THREADS_PER_BLOCK:
         of_rows = f"block_m is {tiles.block_m}, for which a block needs {tiles.threads:,} threads"
         return f"{of_rows}; it may have {MAX_THREADS_PER_BLOCK:,}"
-    return None
+    return tiles.misfit()
 
 
 def _needs(tiles: TileSizes, cost: Cost, device: Device) -> str:

@@ -44,7 +44,8 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
         best = min(prices, key=lambda name: prices[name])
         if len(prices) > 1:
             of_others = [f"{name} {price:.0f}" for name, price in prices.items() if name != best]
-            how = f"about {prices[best]:.0f} us on an H200, the cheapest ({', '.join(of_others)})"
+            where = "an H200" + f" of {device.sm_count} SMs" * (device.sm_count != mma.H200.sm_count)
+            how = f"about {prices[best]:.0f} us on {where}, the cheapest ({', '.join(of_others)})"
     names = list(reasons)
     passed_over = (reasons[name] for name in names[names.index(best) + 1 :])
     return kernel_named(best), (f"{best}: {how}", *filter(None, passed_over))

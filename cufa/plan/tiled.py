@@ -130,10 +130,13 @@ BACKWARD_TILES = (
     BackwardTiles(16, 16, 64, 8),
     BackwardTiles(4, 8, 32, 8),
 )
-# Above WIDE_HEAD_DIM the backward's shared memory holds one slice of the head dims at a time, of at most so
-# many columns by the bytes of a sum: as many as 64 KiB hold of the smallest tiles.
+# Above WIDE_HEAD_DIM the backward's shared memory holds one slice of the head dims at a time, and for fewer
+# dims if that is cheaper. A slice has at most so many columns by the bytes of a sum: as many as 64 KiB hold
+# of the smallest tiles.
 SLICE_COLUMNS = {4: 128, 8: 96}
-WIDE_BACKWARD_TILES = (
+# The price up to which slices are cheaper: it lacks that each tile of queries loads all of K and V again.
+SLICES_ARE_WORTH_IT = 0.8
+SLICED_BACKWARD_TILES = (
     BackwardTiles(64, 32, 256, 16),
     BackwardTiles(32, 32, 256, 16),
     BackwardTiles(64, 16, 256, 16),
@@ -192,8 +195,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
 
     If deterministic, the last launch has a block for each tile of queries instead.
     """
-    candidates = WIDE_BACKWARD_TILES if _is_wide(problem) else BACKWARD_TILES
-    chosen = _choose("bwd_2_flash_v2", problem, device, tiles, candidates, _backward_cost)
+    slices, chosen = _choose_slices(problem, device, tiles)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
     rows = lse_shape(problem)
     warps = threads // device.warp_size
@@ -212,7 +214,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         macros=(
             *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
-            ("SLICES", _slices(problem)),
+            ("SLICES", slices),
             *gradient_macros(problem),
             *bias_macros(problem),
             ("SINK_SMEM_BYTES", sink_launch(problem, threads, warps).smem_bytes),
@@ -223,8 +225,34 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
             *(() if deterministic else (Scratch("dQ sums", (*rows, problem.head_dim)),)),
             *gradient_sums(problem),
         ),
-        reasons=(*chosen.reasons, *_why_slices(_slices(problem))),
+        reasons=(*chosen.reasons, *_why_slices(slices)),
     )
+
+
+def _choose_slices(
+    problem: Problem, device: Device, overrides: Mapping[str, int]
+) -> tuple[int, Choice[BackwardTiles]]:
+    """Into how many slices the head dims are divided, and the tiles."""
+    name, sliced = "bwd_2_flash_v2", _slices(problem)
+
+    def of(slices: int) -> tuple[int, Choice[BackwardTiles]]:
+        candidates = BACKWARD_TILES if slices == 1 else SLICED_BACKWARD_TILES
+        cost_of = partial(_backward_cost, slices=slices)
+        return slices, _choose(name, problem, device, overrides, candidates, cost_of)
+
+    if sliced == 1 or _is_wide(problem):
+        return of(sliced)
+    try:
+        whole = of(1)
+    except ValueError:
+        return of(sliced)
+    try:
+        in_slices = of(sliced)
+    except ValueError:
+        return whole
+    spills = whole[1].cost.registers > device.registers_per_thread
+    cheaper = in_slices[1].price < SLICES_ARE_WORTH_IT * whole[1].price
+    return in_slices if spills or cheaper else whole
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -232,9 +260,8 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _slices(problem: Problem) -> int:
-    """Slices of the head dims, of which a block of the backward holds one at a time."""
-    columns = SLICE_COLUMNS[problem.accumulator.itemsize]
-    return ceil_div(max(problem.head_dim, problem.value_dim), columns) if _is_wide(problem) else 1
+    """Slices of the head dims, if a block of the backward holds one at a time."""
+    return ceil_div(max(problem.head_dim, problem.value_dim), SLICE_COLUMNS[problem.accumulator.itemsize])
 
 
 def _why_slices(slices: int) -> tuple[str, ...]:
@@ -332,10 +359,9 @@ def _probabilities_cost(problem: Problem, tiles: Tiles) -> Cost:
     return Cost(smem_bytes, registers, work.total(itemsize))
 
 
-def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
+def _backward_cost(problem: Problem, tiles: Tiles, slices: int) -> Cost:
     itemsize = problem.accumulator.itemsize
     vector = VECTOR_BYTES // itemsize
-    slices = _slices(problem)
     head_columns = _output_columns(ceil_div(problem.head_dim, slices), tiles, itemsize)
     value_columns = _output_columns(ceil_div(problem.value_dim, slices), tiles, itemsize)
     value_depth = min(problem.value_dim, value_columns)

@@ -570,6 +570,8 @@ def beside_flashinfer(record: Row, what: str, path: Path) -> str:
 
 def over_flashinfer(points: Sequence[Row]) -> list[float]:
     """How many times as fast as the fastest of FlashInfer's kernels each batch is."""
+    if any(point["seconds"].keys() == {"cufa"} for point in points):
+        sys.exit("serving.json or latent.json lacks FlashInfer: measure it where FlashInfer is installed")
     return [
         min(seconds for name, seconds in point["seconds"].items() if name != "cufa")
         / point["seconds"]["cufa"]

@@ -200,9 +200,15 @@ def with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounding_of_lse(dtype_name: str, lse: Array) -> float:
-    """The extra rounding of an LSE whose scores tensor cores sum from 8-bit products."""
-    largest = np.abs(lse).max(where=np.isfinite(lse), initial=1)
-    return FLOAT8_SUM_ERROR * float(largest) if dtype_name == FLOAT8 else 0.0
+    """The extra rounding of an LSE: of scores that tensor cores sum from 8-bit products, or of a sum near 1.
+
+    The logarithm of a sum is off by the sum's relative error, however small the logarithm is. Where an LSE is
+    of size 1 or more, its own rounding is as large.
+    """
+    largest = float(np.abs(lse).max(where=np.isfinite(lse), initial=0))
+    if dtype_name == FLOAT8:
+        return FLOAT8_SUM_ERROR * max(1, largest)
+    return half_epsilon(accumulator_dtype(dtype_name)) if largest < 1 else 0.0
 
 
 def differentiable_arrays(rules: Mapping[str, Any]) -> dict[str, Array]:

@@ -103,3 +103,15 @@ def test_wrong_descales_of_8_bits_are_found(causal: bool) -> None:
         assert of_out.wrong
         assert of_lse.ok
         assert size in (None, of_out.size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_lse_near_0_may_be_off_by_the_rounding_of_a_sum_near_1(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    for scale in rng.uniform(-0.3, 0.3, 300):
+        q, k, v = (np.full((1, 1, 1, 1), x, dtype) for x in (scale, 1, 1))
+        out, lse = cufa.attention(q, k, v, softmax_scale=1, return_lse=True, backend="numpy")
+        inputs, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
+        assert check.check(inputs, results, rng=rng, layout="bshd", softmax_scale=1).ok
+        results["lse"] = lse + 8 * np.finfo(dtype).eps
+        assert not check.check(inputs, results, rng=rng, layout="bshd", softmax_scale=1).ok

@@ -577,6 +577,12 @@ def test_the_longest_sequences_may_be_arrays_without_axes(rng: np.random.Generat
     assert type(cufa.plan(q, k, v, **packed, **longest, arch="sm_80").problem.max_seqlen_q) is int
 
 
+def test_the_longest_of_empty_sequences_has_no_tokens() -> None:
+    q, ends = np.ones((0, 1, 4), np.float32), np.zeros(2, np.int32)
+    longest = {"max_seqlen_q": 0, "max_seqlen_k": 0}
+    assert cufa.attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, **longest).shape == q.shape
+
+
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
         assert chosen_of("forward", None, {"parts": size}, None) == (None, (("parts", 2),), None, False)

@@ -60,6 +60,18 @@ def test_the_environment_names_the_folder_and_the_default_is_the_users(folder, m
     assert cache.directory() == platformdirs.user_cache_path("cufa", appauthor=False)
 
 
+def test_a_relative_folder_is_one_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUFA_CACHE_DIR", "kernels")
+    assert cache.directory() == tmp_path / "kernels"
+
+
+def test_the_folders_that_the_folder_is_in_are_made(tmp_path, monkeypatch, binary):
+    folder = tmp_path / "some" / "kernels"
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(folder))
+    assert cache.store(KEY, binary, "cubin", META).path.parent == folder
+
+
 @posix_only
 def test_folder_and_files_are_the_users_alone(folder, binary):
     cache.store(KEY, binary, "ptx", META)
@@ -170,6 +182,17 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, binary, caplog):
     assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, unwritable="Not a directory")
     with pytest.raises(NotADirectoryError):
         cache.clear()
+
+
+def test_each_folder_that_cannot_be_made_is_warned_of(tmp_path, monkeypatch, binary, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    folders = [tmp_path / "file" / name for name in ("one", "other")]
+    for folder in folders:
+        monkeypatch.setenv("CUFA_CACHE_DIR", str(folder))
+        cache.store(KEY, binary, "cubin", META)
+    assert [message.partition(" cannot")[0] for message in caplog.messages] == [
+        f"the cache folder {folder}" for folder in folders
+    ]
 
 
 def test_no_folder_at_all(tmp_path, monkeypatch, binary):
@@ -330,6 +353,14 @@ def test_what_killed_processes_left_goes_after_a_day(folder, binary):
     assert cache.info().entries == 2
 
 
+def test_entries_stay_however_old_they_are(folder, binary):
+    entry = cache.store(KEY, binary, "cubin", META)
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 3600 * 25,) * 2)
+    cache.store(OTHER, binary, "ptx", META)
+    assert cache.lookup(KEY) == entry
+
+
 # --- info and clear -------------------------------------------------------------------------------
 
 
@@ -341,6 +372,13 @@ def test_info_counts_entries_and_bytes(folder, binary):
     info = cache.info()
     assert info == cache.CacheInfo(folder, 2, sum(p.stat().st_size for p in folder.iterdir()), None)
     assert info.bytes > 2 * len(binary)
+
+
+def test_info_leaves_out_a_file_that_goes_meanwhile(folder, monkeypatch, binary):
+    cache.store(KEY, binary, "cubin", META)
+    info, own_files = cache.info(), cache._own_files
+    monkeypatch.setattr(cache, "_own_files", lambda path: [*own_files(path), path / ".cufa-gone_1.tmp"])
+    assert cache.info() == info
 
 
 def test_clear_removes_what_is_cufas_and_nothing_else(folder, binary):

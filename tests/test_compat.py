@@ -228,6 +228,14 @@ def test_jaxs_rows_beyond_a_length_see_no_key(rng):
     close(merged_lse, lse)
 
 
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_jaxs_lengths_may_be_unsigned(rng, name):
+    q, k, v = draw(rng, 6, 9)
+    lengths = np.array([2, 5], np.int32)
+    out = compat.dot_product_attention(q, k, v, **{name: lengths.astype(np.uint32)})
+    np.testing.assert_array_equal(out, compat.dot_product_attention(q, k, v, **{name: lengths}))
+
+
 def test_jaxs_residual_has_the_axes_of_the_output(rng):
     q, k, v = draw(rng, 6, 9)
     options = {"is_causal": True, "return_residual": True}
@@ -744,6 +752,21 @@ def packed(q, k, v, **options):
     ends = [np.arange(len(x) + 1, dtype=np.int32) * x.shape[1] for x in (q, k)]
     out = compat.flash_attn_varlen_func(*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *ends, **options)
     return out.reshape(*q.shape[:3], v.shape[3])
+
+
+class OnGPU:
+    """Stands for an integer in the memory of a GPU, for which whoever reads it waits."""
+
+    def __index__(self):
+        raise AssertionError("the GPU is waited for")
+
+    __int__ = __index__
+
+
+def test_the_longest_of_flash_attns_packed_sequences_are_not_read(rng):
+    q, k, v = draw(rng, 6, 9)
+    out = packed(q, k, v, max_seqlen_q=OnGPU(), max_seqlen_k=OnGPU())
+    np.testing.assert_array_equal(out, packed(q, k, v))
 
 
 @pytest.mark.parametrize(

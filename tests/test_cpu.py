@@ -326,6 +326,27 @@ def test_bad_queries_reach_only_the_keys_that_they_see(dtype_name: str, bad: flo
     np.testing.assert_array_equal(np.delete(out, row, axis=1), np.delete(clean_out, row, axis=1))
 
 
+def test_bad_keys_with_good_values_reach_only_the_rows_that_see_them() -> None:
+    problem = random_problem(
+        np.random.default_rng(20), "float32", seqlen_q=4, seqlen_k=4, heads=2, head_dim=8
+    )
+    problem.k[:, 3] = np.nan
+    dq, _, _ = backward(problem, *forward(problem, causal=True), causal=True)
+    assert np.isfinite(dq[:, :3]).all()
+    assert np.isnan(dq[:, 3]).all()
+
+
+def test_bad_gradients_of_good_queries_reach_only_the_keys_that_these_see() -> None:
+    problem = random_problem(
+        np.random.default_rng(21), "float32", seqlen_q=4, seqlen_k=4, heads=2, head_dim=8
+    )
+    problem.dout[:, 0] = np.nan
+    _, dk, dv = backward(problem, *forward(problem, causal=True), causal=True)
+    for gradient in (dk, dv):
+        assert np.isfinite(gradient[:, 1:]).all()
+        assert np.isnan(gradient[:, 0]).all()
+
+
 @pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.usefixtures("small_tiles")
 def test_nan_spreads_as_in_the_reference(dtype_name: str) -> None:

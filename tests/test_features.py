@@ -609,6 +609,15 @@ def lengths(*ends: int) -> Array:
             "mask has shape (1, 1), but sequence 0 has 4 rows and 9 keys",
         ),
         (
+            {
+                "cu_seqlens_q": lengths(0, 10),
+                "cu_seqlens_k": lengths(0, 18),
+                "mask": zeros(1, 3, 10, 18, dtype=bool),
+            },
+            "mask has shape (1, 3, 10, 18); it must be (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), "
+            "which is (1, 4, 10, 18) here",
+        ),
+        (
             {"cu_seqlens_q": lengths(0, 10), "cu_seqlens_k": lengths(0, 18), "layout": "bhsd"},
             "layout is 'bhsd', but packed sequences must be in 'bshd'",
         ),

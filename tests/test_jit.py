@@ -212,6 +212,11 @@ def test_debug_is_on_or_off(variant, monkeypatch, value):
         jit.build(variant)
 
 
+def test_debug_is_off_if_its_variable_is_empty(monkeypatch):
+    monkeypatch.setenv("CUFA_DEBUG", "")
+    assert jit.debug_options() == ()
+
+
 def test_a_compile_error_has_the_variant_and_the_log(variant):
     (variant.root / "factor.cuh").write_text("#define FACTOR undeclared\n")
     with pytest.raises(jit.CompileError) as caught:

@@ -112,18 +112,19 @@ def scattered(xp, array):
     return xp.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)[..., ::2]
 
 
-# Where results may be written to, by the array module and a's output and LSE.
+# Where results may be written to, by the array module and the outputs and LSEs of a and b.
 GIVEN = {
-    "new arrays": lambda xp, out, lse: (xp.full_like(out, 7), xp.full_like(lse, 7)),
-    "in place of a": lambda xp, out, lse: (out, lse),
-    "scattered": lambda xp, out, lse: (scattered(xp, out), scattered(xp, lse)),
+    "new arrays": lambda xp, out, lse, *b: (xp.full_like(out, 7), xp.full_like(lse, 7)),
+    "in place of a": lambda xp, out, lse, *b: (out, lse),
+    "in place of b": lambda xp, out_a, lse_a, out, lse: (out, lse),
+    "scattered": lambda xp, out, lse, *b: (scattered(xp, out), scattered(xp, lse)),
 }
 
 
 def check_given(xp, where, given):
     given = [xp.asarray(x) for x in given]
     wanted = cufa.merge(*given)
-    out, lse = GIVEN[where](xp, *given[:2])
+    out, lse = GIVEN[where](xp, *given)
     merged, merged_lse = cufa.merge(*given, out=out, lse=lse)
     assert merged is out
     assert merged_lse is lse
@@ -211,6 +212,11 @@ def test_what_does_not_go_together(rng, name, change, error, says):
     with pytest.raises(error) as caught:
         cufa.merge(**given, backend="numpy")
     assert says in str(caught.value)
+
+
+def test_an_arch_is_refused_on_the_cpu(rng):
+    with pytest.raises(ValueError, match=r"^arch is 'sm_90a', but this call computes on the CPU"):
+        cufa.merge(*parts(rng, "float32")[0], arch="sm_90a", backend="numpy")
 
 
 def test_no_rows():

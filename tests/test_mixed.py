@@ -138,6 +138,12 @@ def test_many_blocks_or_half_of_the_sms():
     assert whole.launches[0].grid > 2 * H200.sm_count
 
 
+def test_keys_of_few_sequences_are_not_split_beside_another_launch():
+    plan = make_plan(call(513, 2, 2048), H200)
+    assert plan.beside is not None
+    assert plan.tiles["splits"] == 1
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_does_not_spill(head_dim):

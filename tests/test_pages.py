@@ -195,6 +195,13 @@ def test_tables_have_room_for_more_keys_than_32_bits_count() -> None:
     pack_sizes(problem)
 
 
+def test_a_sequence_has_no_room_for_more_keys_than_32_bits_count() -> None:
+    q, k = zeros(1, 1, 1, 16, dtype=np.float16), zeros(1, 2048, 1, 16, dtype=np.float16)
+    table = np.broadcast_to(np.zeros((), INT32), (1, 2**20))
+    with pytest.raises(ValueError, match="room for 2,147,483,648 keys of a sequence; at most"):
+        cufa.plan(q, k, k, block_table=table, arch="sm_80")
+
+
 @pytest.mark.parametrize(
     ("longest", "error", "message"),
     [

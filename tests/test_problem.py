@@ -288,6 +288,17 @@ def test_results_that_fit(dtype: str, layout: str) -> None:
     fits(dtype, layout, {}, {})
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bias", np.float32), ("mask", np.bool_)])
+def test_a_bias_and_a_mask_have_an_element_for_each_key(name: str, dtype: Any) -> None:
+    dtypes = dict.fromkeys(SHAPES, np.dtype(np.float32)) | {name: np.dtype(dtype)}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+        make_problem("forward", SHAPES | {name: (5, 1)}, dtypes, Options())
+    assert str(caught.value) == (
+        f"{name} has shape (5, 1); it must be (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), "
+        "which is (2, 6, 5, 7) here"
+    )
+
+
 def test_only_what_is_there_is_checked() -> None:
     check_fits(make(), SHAPES, dict.fromkeys(SHAPES, np.dtype(np.float32)), "bshd")
 

@@ -243,6 +243,11 @@ def test_descales_of_query_heads_are_not_those_of_kv_heads(rng):
             "cu_seqlens has shape (1, 4); it must be (batch + 1,)",
         ),
         (
+            {"x": np.zeros(SHAPE[1:]), "cu_seqlens": STARTS[:0]},
+            ValueError,
+            "cu_seqlens has shape (0,); it must be (batch + 1,)",
+        ),
+        (
             {"x": np.zeros(SHAPE[1:]), "cu_seqlens": STARTS * 2},
             ValueError,
             "cu_seqlens ends with 120, but x has 70 tokens",
@@ -254,6 +259,7 @@ def test_descales_of_query_heads_are_not_those_of_kv_heads(rng):
         ),
         ({"seqlen_contiguous": "no"}, TypeError, "seqlen_contiguous is 'no'; it may be True or False"),
         ({"kv_heads": 4}, ValueError, "kv_heads is 4; it may be an integer that divides x's 6 heads"),
+        ({"kv_heads": 0}, ValueError, "kv_heads is 0; it may be an integer that divides x's 6 heads"),
         ({"kv_heads": True}, TypeError, "kv_heads is True; it may be an integer that divides x's 6 heads"),
         ({"kv_heads": 2.0}, TypeError, "kv_heads is 2.0; it may be an integer that divides x's 6 heads"),
         (
@@ -279,6 +285,13 @@ def test_descales_of_query_heads_are_not_those_of_kv_heads(rng):
 def test_what_does_not_go_together(change, error, says):
     with pytest.raises(error, match=re.escape(says)):
         cufa.quantize(**({"x": np.zeros(SHAPE, np.float32)} | change), backend="numpy")
+
+
+def test_an_out_that_overlaps_x():
+    x = np.zeros(SHAPE, np.float32)
+    out = x.reshape(-1).view(E4M3)[: x.size].reshape(SHAPE)
+    with pytest.raises(ValueError, match=r"^out overlaps x in memory; it must not"):
+        cufa.quantize(x, out=out, backend="numpy")
 
 
 # ---- on a GPU ----

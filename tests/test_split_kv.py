@@ -201,6 +201,7 @@ def test_how_many_parts_there_are_is_not_compiled():
         ({"block_n": 24}, "block_n must be a multiple of 16"),
         ({"stages": 1}, "stages may be 2 to 4"),
         ({"threads": 512}, "a block may have up to 8 teams, not 16"),
+        ({"threads": 288}, "a block may have up to 8 teams, not 9"),
         ({"splits": 0}, "splits is 0; sizes must be positive"),
         ({"splits": 2, "shares": 2}, "splits and shares cannot both be over 1"),
         ({"column_warps": 3}, "column_warps may be 1, 2 or 4"),

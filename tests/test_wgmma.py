@@ -458,6 +458,10 @@ def test_parts_that_cannot_be_are_refused(call, tiles, message):
         plan_of(call, **tiles)
 
 
+def test_each_tile_of_keys_may_be_a_part_of_its_own():
+    assert plan_of(problem(seqlen=512), block_n=128, parts=4).tiles["parts"] == 4
+
+
 @pytest.mark.parametrize("keys", [1, 2, 5, 16, 100])
 def test_only_parts_that_are_shorter_than_fewer_ones_are_tried(keys):
     def longest(parts):

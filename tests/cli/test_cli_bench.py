@@ -171,6 +171,12 @@ def test_bench_of_packed_sequences():
     assert "--tokens cannot go with --varlen, which gives the sizes" in refused(*arguments, "--tokens", 64)
 
 
+def test_bench_counts_no_more_used_keys_than_there_are():
+    arguments = ("bench", "--varlen", "3:5,2:4", "--seqused-k", "50,40", "--heads", 2, "--head-dim", 8)
+    (point,) = run_json(*arguments, "--repeats", 1, "--direction", "forward")["points"]
+    assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(2 * 2 * 2 * 8 * (3 * 5 + 2 * 4))
+
+
 def test_threads_draw_the_same_numbers_however_many_they_are(monkeypatch):
     monkeypatch.setattr(generated, "_DRAWN_AT_ONCE", 7)
     drawn = []
@@ -188,6 +194,12 @@ def test_bench_has_sizes_of_its_own(monkeypatch):
     assert [(each["seqlen_k"], each["batch"], each["heads"]) for each in points] == [(16, 2, 4)] * 2
     point, *_ = run_json("bench", "--repeats", 1, "--batch", 3, "--heads", 2, "--kv-heads", 1)["points"]
     assert (point["batch"], point["heads"], point["kv_heads"]) == (3, 2, 1)
+
+
+def test_bench_of_a_length_over_its_own_number_of_tokens_has_one_sequence(monkeypatch):
+    monkeypatch.setattr(bench, "_ON_CPU", replace(bench._ON_CPU, tokens=8))
+    arguments = ("--seqlens", 16, "--heads", 2, "--head-dim", 8, "--repeats", 1)
+    assert [each["batch"] for each in run_json("bench", *arguments)["points"]] == [1, 1]
 
 
 def test_bench_of_few_queries_and_many_keys():

@@ -414,6 +414,10 @@ def test_features_that_make_no_sense_are_refused(arguments, message):
     assert message in refused("run", *arguments)
 
 
+def test_alibi_slopes_are_powers_of_one_half():
+    np.testing.assert_array_equal(generated.alibi_slopes(8), 0.5 ** np.arange(1, 9))
+
+
 @pytest.mark.parametrize(
     "features",
     [

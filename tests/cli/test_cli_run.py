@@ -13,7 +13,7 @@ from command_line import LATENT, SMALL, WIDTH, corrupt, draw, refused, run, run_
 
 import cufa
 from cufa import arrays
-from cufa.cli import check, generated, main
+from cufa.cli import check, generated, main, workload
 from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_AXIS
 
 
@@ -446,6 +446,14 @@ def test_an_npz_is_read_by_the_arguments_name_or_by_a_key(qkv, tmp_path):
         assert np.array_equal(np.load(tmp_path / "out.npy"), exact)
 
 
+def test_a_file_whose_name_reads_as_a_key_of_another_is_read(qkv, files, tmp_path):
+    q, k, v = qkv
+    np.savez(tmp_path / "in.npz", q=q)
+    np.save(tmp_path / "in.npz:q.npy", 2 * q)
+    run("run", *files, "--q", tmp_path / "in.npz:q.npy", "--out", tmp_path / "out.npy")
+    assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(2 * q, k, v, backend="numpy"))
+
+
 @pytest.mark.parametrize(("dtype", "opaque"), [("bfloat16", "V2"), (FLOAT8, "V1")])
 def test_what_numpy_has_no_name_for_goes_in_and_out_as_it_stores_it(qkv, tmp_path, dtype, opaque):
     stored = [array.astype(INPUT_DTYPES[dtype]) for array in qkv]
@@ -630,6 +638,12 @@ def test_a_dout_that_does_not_fit_is_refused(files, tmp_path):
 
 def test_sizes_are_refused_beside_files(files):
     assert "--kv-heads cannot go with files, which give the sizes" in refused("run", *files, "--kv-heads", 2)
+
+
+def test_a_gpu_that_is_there_is_used_unless_the_cpu_is_asked_for(monkeypatch):
+    monkeypatch.setattr(arrays, "gpu_usable", lambda: True)
+    assert workload.use_gpu(None)
+    assert not workload.use_gpu("numpy")
 
 
 def test_what_only_a_gpu_has_is_refused_before_anything_is_drawn(monkeypatch):

@@ -38,6 +38,7 @@ def test_it_is_planned_beside_the_fastest_kernel(dtype, dim):
     assert [launch.entry for launch in plan.beside.launches] == ["row_sums", "bias_gradient"]
     assert "sink_gradient" in [launch.entry for launch in plan.launches]
     assert "beside it, after its first launch, bias_gradient" in str(plan)
+    assert str(plan).endswith(f"both       {plan.workspace_bytes:,} bytes of workspace")
 
 
 def test_cuda_cores_have_it_themselves():

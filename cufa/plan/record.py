@@ -215,4 +215,5 @@ class Plan:
         lines += [f"  why        {reason}" for reason in self.reasons]
         if self.beside is not None:
             lines.append(f"beside it, after its first launch, {self.beside}")
+            lines.append(f"  both       {self.workspace_bytes:,} bytes of workspace")
         return "\n".join(lines)

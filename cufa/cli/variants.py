@@ -10,7 +10,7 @@ from cufa.cli import output
 from cufa.cli.options import not_in_keys
 from cufa.device import Arch, Device
 from cufa.jit import Variant
-from cufa.kernels import COMPANIONS, KERNELS, kernel_named
+from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.companions import (
     Appending,
@@ -253,7 +253,7 @@ def _quantization(request: Request) -> Quantization:
 def _bias_gradient_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:
     asked = replace(request, features=replace(request.features, gradients=("bias",)))
     problem, name = asked.problem("backward"), "bwd_3_mma"
-    if reason := kernel_named(name).unsupported(problem, request.device):
+    if reason := KERNELS[name].unsupported(problem, request.device):
         raise ValueError(f"kernel is 'bias_gradient', which goes with {name}: {reason}")
     plan = make_plan(problem, request.device, name).beside
     assert plan is not None

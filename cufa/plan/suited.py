@@ -73,8 +73,11 @@ def _why_not_pairs(problem: Problem, device: Device) -> str | None:
     narrow = problem.head_dim <= _NARROW_IN_PAIRS
     usual = problem.typical
     queries, keys = usual.seqlen_q // usual.packed_sequences, usual.mean_keys
-    half = keys <= _BLOCK_KEYS and problem.batch * problem.kv_heads > device.sm_count
-    half_idle = half and (narrow or queries * problem.group <= _FEW_IN_PAIRS)
+    half_idle = (
+        keys <= _BLOCK_KEYS
+        and problem.batch * problem.kv_heads > device.sm_count
+        and (narrow or queries * problem.group <= _FEW_IN_PAIRS)
+    )
     hides_half = problem.features.windowed and 2 * problem.seen_keys <= keys
     few_in_window = hides_half and queries <= _FEW_IN_PAIRS
     if keys <= _PAIR_KEYS and not half_idle and not few_in_window:
@@ -99,8 +102,8 @@ def _why_not_halves(problem: Problem, device: Device) -> str | None:
     blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
     # If the call is causal, the longest block takes twice as long as the mean.
     parts = min(problem.group, device.sm_count * (2 if problem.causal else 1) / max(1, blocks))
-    slower = _SLOWER_WITHOUT_PARTS[tf32]
-    if parts > slower[next(dims for dims in slower if problem.head_dim <= dims)]:
+    by_dims = _SLOWER_WITHOUT_PARTS[tf32].items()
+    if parts > next(slower for limit, slower in by_dims if problem.head_dim <= limit):
         return f"would have only {blocks} blocks for {device.sm_count} SMs"
     return None
 

@@ -86,8 +86,8 @@ def forward(
         with_bits = has_seen_bits(problem, sizes)
         threads = WARPGROUP if with_bits else sizes.threads
         alike = key_columns(problem, sizes.block_n) if has_key_bits(problem) else 0
-        blocks = ceil_div(seen + alike, threads // device.warp_size)
-        blocks = max(1, blocks)  # it resets the counter
+        # At least one block: it resets the counter.
+        blocks = max(1, ceil_div(seen + alike, threads // device.warp_size))
         launches = (Launch("seen_tiles", blocks, threads), replace(main, overlaps=with_bits))
         taken = Scratch("tiles taken", (WORKSPACE_ALIGNMENT // problem.accumulator.itemsize,))
         scratch = (taken, *seen_scratch(problem, seen, WORKSPACE_ALIGNMENT))

@@ -14,7 +14,7 @@ class SeenTiles {
     // `all` points to the parts of all heads.
     template <class Params>
     __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
-        : keys(ceil_div(params.sizes.most_keys, Keys)) {
+        : keys(key_tiles(params)) {
         const int batch = differ_by_batch(params) ? sequence.batch : 0;
         const int seqlen_q = params.sizes.seqlen_q;
         const int first_tile = first_row_tile<Rows>(batch, sequence.first_q, seqlen_q);
@@ -26,24 +26,20 @@ class SeenTiles {
     template <class Params>
     __device__ static long long count(const Params& params) {
         if constexpr (!kKeyMask) return 0;
-        const Sizes& sizes = params.sizes;
-        const long long of_heads = differ_by_head(params) ? sizes.heads : 1;
-        return of_heads * row_tiles<Rows>(batches(params), sizes.seqlen_q) *
-               ceil_div(sizes.most_keys, Keys);
+        return heads(params) * row_tiles<Rows>(batches(params), params.sizes.seqlen_q) *
+               key_tiles(params);
     }
 
     // The same of tiles of keys, whatever the rows; and those before the ones of a head.
     template <class Params>
     __device__ static long long columns(const Params& params) {
-        const long long of_heads = differ_by_head(params) ? params.sizes.heads : 1;
-        return of_heads * batches(params) * ceil_div(params.sizes.most_keys, Keys);
+        return heads(params) * batches(params) * key_tiles(params);
     }
     template <class Params>
     __device__ static long long columns_before(const Params& params, int batch, int head) {
         const long long of_head = differ_by_head(params) ? head : 0;
         const int of_batch = differ_by_batch(params) ? batch : 0;
-        const int keys = ceil_div(params.sizes.most_keys, Keys);
-        return (of_head * batches(params) + of_batch) * keys;
+        return (of_head * batches(params) + of_batch) * key_tiles(params);
     }
 
     // Whether the scores of this tile must be tested one by one.
@@ -94,12 +90,11 @@ class SeenTiles {
     __device__ static void find(SeenPart* all, const Params& params, long long index,
                                 const PartOf& part_of) {
         const Sizes& sizes = params.sizes;
-        const int key_tiles = ceil_div(sizes.most_keys, Keys);
+        const int keys = key_tiles(params);
         const int tiles = row_tiles<Rows>(batches(params), sizes.seqlen_q);
-        const int first_key = index % key_tiles * Keys, head = index / key_tiles / tiles;
-        const auto [batch, first_row] =
-            row_tile<Rows>(index / key_tiles % tiles, batches(params), sizes.seqlen_q,
-                           params.features.cu_seqlens_q);
+        const int first_key = index % keys * Keys, head = index / keys / tiles;
+        const auto [batch, first_row] = row_tile<Rows>(
+            index / keys % tiles, batches(params), sizes.seqlen_q, params.features.cu_seqlens_q);
         const Sequence sequence(params, batch);
         if (first_row >= sequence.seqlen_q) return;
         const ScoreRules rules(params, sequence, head);
@@ -115,8 +110,7 @@ class SeenTiles {
     // Calls write(rules, key) for the first key of one of the columns, unless it has none.
     template <class Params, class Write>
     __device__ static void visit(const Params& params, long long column, const Write& write) {
-        const int keys = ceil_div(params.sizes.most_keys, Keys);
-        const int first_key = column % keys * Keys;
+        const int keys = key_tiles(params), first_key = column % keys * Keys;
         const Sequence sequence(params, column / keys % batches(params));
         if (first_key >= sequence.seqlen_k || sequence.seqlen_q == 0) return;
         write(ScoreRules(params, sequence, column / keys / batches(params)), first_key);
@@ -143,8 +137,18 @@ class SeenTiles {
         return kDiffer || (kMaskBits != 0 && params.features.mask.batch_stride != 0);
     }
     template <class Params>
+    __device__ static long long heads(const Params& params) {
+        return differ_by_head(params) ? params.sizes.heads : 1;
+    }
+    template <class Params>
     __device__ static int batches(const Params& params) {
         return differ_by_batch(params) ? params.sizes.batch : 1;
+    }
+
+    // Of a row of tiles.
+    template <class Params>
+    __device__ static int key_tiles(const Params& params) {
+        return ceil_div(params.sizes.most_keys, Keys);
     }
 
     __device__ SeenPart& part(int row, int key) const {

@@ -212,6 +212,9 @@ def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
 @pytest.mark.parametrize(
     ("front", "features"),
     [
+        ((2, 2), ()),
+        ((1, 1), ("packed",)),
+        ((2, 1), ("seqused_k",)),
         ((2, 1), ("window", "seqused_k", "softcap")),
         ((1, 2), ("packed", "causal")),
         ((2, 2), ("dropout", "bias", "sink")),
@@ -225,6 +228,22 @@ def test_a_mask_of_keys(rng, front, features):
     case = draw_case(rng, dtype, {*features}, **sizes)
     mask = rng.random((*front, 1, keys)) < 0.7
     mask[..., 128:256] = rng.integers(2)  # a tile that nothing cuts
+    case.arrays["mask"] = mask
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
+    assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
+# What is seen of 32 tiles is in a word.
+def test_a_mask_of_many_tiles_of_keys(rng):
+    keys, tile = 64 * 99 + 9, LARGE_TILES["block_n"]
+    case = draw_case(rng, "bfloat16", set(), batch=3, heads=1, kv_heads=1, seqlen_q=40, seqlen_k=keys, head_dim=16)
+    shown = rng.choice([0.0, 0.5, 1.0], (3, 1, 1, keys // tile + 1), p=[0.8, 0.1, 0.1])
+    shown[0, ..., :33] = 0  # the walk ends within a word
+    shown[1, ..., 31:97] = 0  # and passes over words
+    shown[1, ..., 30] = 1
+    shown[2] = 0  # there is nothing to see
+    mask = rng.random((3, 1, 1, keys)) < np.repeat(shown, tile, axis=-1)[..., :keys]
     case.arrays["mask"] = mask
     inputs = case.problem.q, case.problem.k, case.problem.v
     options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}

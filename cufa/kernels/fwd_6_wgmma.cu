@@ -57,8 +57,8 @@ struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     // Raising late needs registers that windows, soft caps, functions and masks do not leave. It
     // pays only if few later tiles have larger scores. ALiBi raises scores from tile to tile up to
     // the diagonal, unless the tiles begin there, and a bias may raise them anywhere.
-    static constexpr bool kRaisesLate =
-        !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
+    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kBias && !kScoreMod &&
+                                        (!kKeyMask || kRowsAlike) && (kCausal || !kAlibi);
     // Otherwise a branch in one loop costs less than the size of several.
     static constexpr bool kLoopsApart = kRaisesLate;
     // This rare case decides how the compiler orders the common one. By NVRTC 13.0, eight at once
@@ -83,13 +83,27 @@ struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     __device__ void round(Weights& p, const Scores& s) const { round_to_operand<kBlockN>(p, s); }
 };
 
-// Writes the bits of a tile of keys which all rows see alike, if there are so many.
-__device__ inline void write_column(const ForwardParams& call, long long column) {
-    if (column >= Seen::columns(call)) return;
-    unsigned int* const bits = seen_bits(call) + column * kRowWords;
-    Seen::visit(call, column, [&](const ScoreRules& rules, int first_key) {
-        write_key_bits<kBlockN>(bits, rules, first_key);
-    });
+// Finds out what is seen, by one of the warps of the first launch.
+template <class Seen>
+__device__ inline void find_seen(const ForwardParams& call, long long warp) {
+    auto* const parts = seen_parts(call);
+    unsigned int* const bits = seen_bits(call);
+    if constexpr (kKeyBits) {
+        Seen::find(parts, bits, call, warp);
+    } else if (warp >= Seen::count(call)) {
+        return;
+    } else if constexpr (kSeenBits) {
+        const auto write = [&](const ScoreRules& rules, int row, int key, long long number) {
+            const KeyTiles<kBlockN> range(rules.mask, row, kBlockM);
+            const bool ends = row + kBlockM > rules.mask.seqlen_q || range.masked(key, false);
+            unsigned int* const of_tile = bits + number * kTileWords;
+            return ends ? write_seen_bits<kBlockM, kBlockN, false>(of_tile, rules, row, key)
+                        : write_seen_bits<kBlockM, kBlockN, true>(of_tile, rules, row, key);
+        };
+        Seen::find(parts, call, warp, write);
+    } else {
+        Seen::find(parts, call, warp);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kSeenThreads)
@@ -97,25 +111,7 @@ extern "C" __global__ void __launch_bounds__(kSeenThreads)
     if constexpr (kKeyMask) {
         if constexpr (kSeenBits) ptx::let_next_launch_begin();
         if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
-        const long long tile = warp_of_grid<kSeenThreads>(), tiles = Seen::count(params.call);
-        if (tile >= tiles) {
-            if constexpr (kKeyBits) write_column(params.call, tile - tiles);
-            return;
-        }
-        SeenPart* const parts = seen_parts(params.call);
-        if constexpr (kSeenBits && !kKeyBits) {
-            unsigned int* const bits = seen_bits(params.call);
-            const auto write = [&](const ScoreRules& rules, int row, int key, long long number) {
-                const KeyTiles<kBlockN> range(rules.mask, row, kBlockM);
-                const bool ends = row + kBlockM > rules.mask.seqlen_q || range.masked(key, false);
-                unsigned int* const of_tile = bits + number * kTileWords;
-                return ends ? write_seen_bits<kBlockM, kBlockN, false>(of_tile, rules, row, key)
-                            : write_seen_bits<kBlockM, kBlockN, true>(of_tile, rules, row, key);
-            };
-            Seen::find(parts, params.call, tile, write);
-        } else {
-            Seen::find(parts, params.call, tile);
-        }
+        find_seen<Seen>(params.call, warp_of_grid<kSeenThreads>());
     }
 }
 

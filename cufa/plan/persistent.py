@@ -20,7 +20,7 @@ from cufa.plan.hopper import (
     lengths_vary,
 )
 from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, Macro, Parting, Scratch
-from cufa.plan.seen import seen_tiles
+from cufa.plan.seen import WORD_BITS, has_key_bits, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.problem import BYTE_BITS, Problem
@@ -30,11 +30,11 @@ from cufa.rounding import round_up
 WORK_TILE_BYTES = 16
 # The findings of four warps about a tile of V.
 FINDINGS_BYTES = 16
-# Scores whose visibility a word holds.
-WORD_BITS = 32
 # The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
+# The same for more than two consumers, if the producer walks over what a mask shows.
+BESIDE_WALK = 152
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
 BESIDE_WIDENING = 192
 # Of the launch that merges parts (merged_parts.cuh): columns of O for a block that has a warp's rows, and its
@@ -137,7 +137,7 @@ def scratch_to_merge(problem: Problem, tiles: Tiles, parts: int) -> Scratch:
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
     """Whether each score has a bit that says if a mask or a mask_mod shows it; for a mask, always.
 
-    If all rows of a mask are alike, a bit of each key is enough: `has_key_bits`.
+    If all rows of a mask are alike, a bit of each key is enough: `seen.has_key_bits`.
     For a function, bits are faster if it reads arrays for each score, and are used if all bits take no more
     memory than the output.
     """
@@ -152,12 +152,6 @@ def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
     return bits <= BYTE_BITS * output_bytes
 
 
-def has_key_bits(problem: Problem) -> bool:
-    """Whether a mask shows the same keys to all rows of a head, and no mask_mod hides more."""
-    mask = problem.features.mask
-    return mask is not None and mask[2] == 1 and problem.features.mask_mod is None
-
-
 def box_keys(problem: Problem, tiles: Tiles) -> int:
     """Keys that one copy brings: a tile, or as many of it as lie in one page wherever it begins."""
     return math.gcd(tiles.block_n, problem.features.page_size)
@@ -169,7 +163,7 @@ def forward_macros(
     """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed."""
     tiles = chosen.tiles
     sizes = {name: size for name, size in sizes_of(tiles).items() if name not in NOT_COMPILED_IN}
-    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem, parted))
+    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem, tiles, parted))
     return (
         *common_macros(problem, parted),
         *((name.upper(), size) for name, size in sizes.items()),
@@ -195,13 +189,15 @@ def passed_bytes(problem: Problem, maps: int, parted: Parting = NOT_PARTED) -> i
     return round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem, parted), TENSOR_MAP_ALIGNMENT)
 
 
-def _most_consumer_registers(problem: Problem, parted: Parting) -> int:
+def _most_consumer_registers(problem: Problem, tiles: Tiles, parted: Parting) -> int:
     """The most registers that a consumer may have while the producer has enough."""
     features = problem.features
     if features.least_queries:
         return BESIDE_SEARCH
     if problem.kv_dtype is not None:
         return BESIDE_WIDENING
+    if features.key_mask and tiles.consumers > 2:
+        return BESIDE_WALK
     # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
     # needs all registers that consumers can get.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM

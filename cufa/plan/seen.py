@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cufa.plan.choice import TileSizes, counted_row_tiles
 from cufa.plan.record import Launch, Scratch
-from cufa.problem import Problem
+from cufa.problem import BYTE_BITS, Problem
 from cufa.rounding import ceil_div, round_up
 
 # Bytes of what is known about a tile under a mask: mask_tiles.cuh's SeenPart.
 SEEN_PART_BYTES = 2
+# Scores, keys or tiles whose visibility a word holds.
+WORD_BITS = 32
+# Of tiles of keys of which all rows see the same, in seen_columns.cuh: bits for each, and tiles for a warp.
+TILE_BITS, TILES_OF_WARP = 2, 16
 # The most keys of a tile in forwards whose threads keep a bit for each visible score: two of every eight in
 # one word.
 MOST_MASKED_KEYS = 128
@@ -33,10 +37,39 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     return heads * row_tiles * ceil_div(problem.most_keys, keys)
 
 
-def key_columns(problem: Problem, keys: int) -> int:
-    """The number of tiles of keys that may differ in what is seen of them: seen_tiles.cuh's columns."""
+def has_key_bits(problem: Problem) -> bool:
+    """Whether a mask shows the same keys to all rows of a head, and no mask_mod hides more."""
+    mask = problem.features.mask
+    return mask is not None and mask[2] == 1 and problem.features.mask_mod is None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of what a launch finds out: its warps, and the workspace for tiles and for the bits."""
+
+    warps: int
+    tile_bytes: int
+    words: int = 0
+
+
+def seen_by_row(problem: Problem, rows: int, keys: int, with_bits: bool) -> Seen:
+    """What each tile of rows sees of each tile of keys, and which scores are seen."""
+    tiles = seen_tiles(problem, rows, keys)
+    words = tiles * rows * keys // WORD_BITS if with_bits else 0
+    return Seen(tiles, tiles * SEEN_PART_BYTES, words)
+
+
+def seen_by_all(problem: Problem, keys: int) -> Seen:
+    """What all rows see of each tile of keys, and which keys: seen_columns.cuh."""
     heads, batch = _that_differ(problem)
-    return heads * batch * ceil_div(problem.most_keys, keys)
+    matrices, tiles = heads * batch, ceil_div(problem.most_keys, keys)
+    padded = round_up(tiles, WORD_BITS)
+    tile_bytes = TILE_BITS * padded // BYTE_BITS
+    return Seen(
+        warps=matrices * padded // TILES_OF_WARP,
+        tile_bytes=matrices * tile_bytes,
+        words=matrices * tiles * keys // WORD_BITS,
+    )
 
 
 def _that_differ(problem: Problem) -> tuple[int, int]:

@@ -26,17 +26,15 @@ from cufa.plan.persistent import (
     FINDINGS_BYTES,
     OVERHEAD_REGISTERS,
     START,
-    WORD_BITS,
     box_keys,
     choose_persistent,
     forward_macros,
-    has_key_bits,
     has_seen_bits,
     launches_of_parts,
     work_bytes,
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
-from cufa.plan.seen import key_columns, seen_scratch, seen_tiles
+from cufa.plan.seen import WORD_BITS, has_key_bits, seen_by_all, seen_by_row
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -82,18 +80,22 @@ def forward(
     main = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
     if problem.features.key_mask:
-        seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
+        if has_key_bits(problem):
+            seen = seen_by_all(problem, sizes.block_n)
+        else:
+            seen = seen_by_row(problem, sizes.block_m, sizes.block_n, with_bits)
         threads = WARPGROUP if with_bits else sizes.threads
-        alike = key_columns(problem, sizes.block_n) if has_key_bits(problem) else 0
         # At least one block: it resets the counter.
-        blocks = max(1, ceil_div(seen + alike, threads // device.warp_size))
+        blocks = max(1, ceil_div(seen.warps, threads // device.warp_size))
         launches = (Launch("seen_tiles", blocks, threads), replace(main, overlaps=with_bits))
-        taken = Scratch("tiles taken", (WORKSPACE_ALIGNMENT // problem.accumulator.itemsize,))
-        scratch = (taken, *seen_scratch(problem, seen, WORKSPACE_ALIGNMENT))
-        if with_bits:
-            rows = alike or seen * sizes.block_m
-            scratch += (Scratch("seen scores", (rows * sizes.block_n // WORD_BITS,)),)
+        itemsize = problem.accumulator.itemsize
+        of_tiles = round_up(seen.tile_bytes, WORKSPACE_ALIGNMENT)
+        scratch = (
+            Scratch("tiles taken", (WORKSPACE_ALIGNMENT // itemsize,)),
+            Scratch("seen tiles", (of_tiles // itemsize,)),
+            *((Scratch("seen scores", (seen.words,)),) * with_bits),
+        )
     boxes = (
         *bias_box(problem, WGMMA_M, has_bias_boxes(problem)),
         TensorBox(0, WGMMA_M, PANEL_COLS),

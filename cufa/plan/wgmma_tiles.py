@@ -26,6 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
+from cufa.plan.seen import has_key_bits
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -160,6 +161,13 @@ FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
 # them up, if all keys are seen.
 MOST_PAGES = 8
 
+# Where a mask is alike for all rows, the tiles with three consumers that leave it registers, by largest head
+# dim.
+ALIKE_PACES = {
+    64: {Tiles(192, 96, 2, 1, 64): Pace(0.0535, 1150, of_other_edge=1150)},
+    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 1600, of_other_edge=1400)},
+}
+
 # A float32 bias takes a register per score, so above PANEL_COLS tiles have fewer keys.
 BIASED_PACES = {
     128: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
@@ -195,7 +203,10 @@ def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     if least > PANEL_COLS and dim < LEAST_WIDE_DIM:
         # With half as many queries, keys are read twice as often.
         paces |= {tiles: pace.times(odd**2) for tiles, pace in FEW_DIMS_PACES[cut].items()}
-    return {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
+    paces = {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
+    if dim <= max(ALIKE_PACES) and _all_rows_alike(kind):
+        paces |= {tiles: pace.times(faster) for tiles, pace in _for_dim(ALIKE_PACES, dim)[1].items()}
+    return paces
 
 
 def _for_dim(table: Mapping[int, Mapping[Tiles, Pace]], dim: int) -> tuple[int, Mapping[Tiles, Pace]]:
@@ -272,6 +283,14 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if features.score_mod is not None and not narrow:
         return False
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
+
+
+def _all_rows_alike(problem: Problem) -> bool:
+    """Whether all rows see the keys that a mask shows, and nothing else asks for registers."""
+    features = problem.features
+    adds = features.bias is not None or features.alibi or features.score_mod is not None
+    plain = not (adds or features.softcap or features.dropout or features.page_size)
+    return has_key_bits(problem) and plain and not (problem.range_mask or lengths_vary(problem))
 
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:

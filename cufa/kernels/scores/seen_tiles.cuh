@@ -7,18 +7,52 @@
 #include "call/key_tiles.cuh"
 #include "scores/mask_tiles.cuh"
 
+// Of which heads and sequences that may differ. If it does not, the first stands for all.
+struct SeenHeads {
+    template <class Params>
+    __device__ static int heads(const Params& params) {
+        return differ_by_head(params) ? params.sizes.heads : 1;
+    }
+    template <class Params>
+    __device__ static int batches(const Params& params) {
+        return differ_by_batch(params) ? params.sizes.batch : 1;
+    }
+    // The head and the sequence, of those, that stand for these.
+    template <class Params>
+    __device__ static int head_of(const Params& params, int head) {
+        return differ_by_head(params) ? head : 0;
+    }
+    template <class Params>
+    __device__ static int batch_of(const Params& params, int batch) {
+        return differ_by_batch(params) ? batch : 0;
+    }
+
+  private:
+    template <class Params>
+    __device__ static bool differ_by_head(const Params& params) {
+        return kMaskModOfHead || (kMaskBits != 0 && params.features.mask.head_stride != 0);
+    }
+    template <class Params>
+    __device__ static bool differ_by_batch(const Params& params) {
+        constexpr bool kDiffer = kMaskModOfBatch || kPacked || kUsedKeys;
+        return kDiffer || (kMaskBits != 0 && params.features.mask.batch_stride != 0);
+    }
+};
+
 // For one head, in tiles of Rows queries and Keys keys.
 template <int Rows, int Keys>
-class SeenTiles {
+class SeenTiles : SeenHeads {
   public:
+    using Part = SeenPart;
+
     // `all` points to the parts of all heads.
     template <class Params>
     __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
         : keys(key_tiles(params)) {
-        const int batch = differ_by_batch(params) ? sequence.batch : 0;
+        const int batch = batch_of(params, sequence.batch);
         const int seqlen_q = params.sizes.seqlen_q;
         const int first_tile = first_row_tile<Rows>(batch, sequence.first_q, seqlen_q);
-        const long long of_head = differ_by_head(params) ? head : 0;
+        const long long of_head = head_of(params, head);
         parts = all + (of_head * row_tiles<Rows>(batches(params), seqlen_q) + first_tile) * keys;
     }
 
@@ -26,20 +60,8 @@ class SeenTiles {
     template <class Params>
     __device__ static long long count(const Params& params) {
         if constexpr (!kKeyMask) return 0;
-        return heads(params) * row_tiles<Rows>(batches(params), params.sizes.seqlen_q) *
-               key_tiles(params);
-    }
-
-    // The same of tiles of keys, whatever the rows; and those before the ones of a head.
-    template <class Params>
-    __device__ static long long columns(const Params& params) {
-        return heads(params) * batches(params) * key_tiles(params);
-    }
-    template <class Params>
-    __device__ static long long columns_before(const Params& params, int batch, int head) {
-        const long long of_head = differ_by_head(params) ? head : 0;
-        const int of_batch = differ_by_batch(params) ? batch : 0;
-        return (of_head * batches(params) + of_batch) * key_tiles(params);
+        const long long tiles = row_tiles<Rows>(batches(params), params.sizes.seqlen_q);
+        return heads(params) * tiles * key_tiles(params);
     }
 
     // Whether the scores of this tile must be tested one by one.
@@ -107,15 +129,6 @@ class SeenTiles {
         if (threadIdx.x % 32 == 0) all[number] = part;
     }
 
-    // Calls write(rules, key) for the first key of one of the columns, unless it has none.
-    template <class Params, class Write>
-    __device__ static void visit(const Params& params, long long column, const Write& write) {
-        const int keys = key_tiles(params), first_key = column % keys * Keys;
-        const Sequence sequence(params, column / keys % batches(params));
-        if (first_key >= sequence.seqlen_k || sequence.seqlen_q == 0) return;
-        write(ScoreRules(params, sequence, column / keys / batches(params)), first_key);
-    }
-
     // The number, among the tiles of all heads, of the tile with this row and key.
     __device__ long long number(const SeenPart* all, int row, int key) const {
         return &part(row, key) - all;
@@ -124,26 +137,6 @@ class SeenTiles {
   private:
     SeenPart* parts;
     int keys;
-
-    // Whether the tiles of heads, or of sequences, may differ. If not, those of the first stand for
-    // all.
-    template <class Params>
-    __device__ static bool differ_by_head(const Params& params) {
-        return kMaskModOfHead || (kMaskBits != 0 && params.features.mask.head_stride != 0);
-    }
-    template <class Params>
-    __device__ static bool differ_by_batch(const Params& params) {
-        constexpr bool kDiffer = kMaskModOfBatch || kPacked || kUsedKeys;
-        return kDiffer || (kMaskBits != 0 && params.features.mask.batch_stride != 0);
-    }
-    template <class Params>
-    __device__ static long long heads(const Params& params) {
-        return differ_by_head(params) ? params.sizes.heads : 1;
-    }
-    template <class Params>
-    __device__ static int batches(const Params& params) {
-        return differ_by_batch(params) ? params.sizes.batch : 1;
-    }
 
     // Of a row of tiles.
     template <class Params>

@@ -118,18 +118,6 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
     return found.part();
 }
 
-// Writes which keys of a tile the mask shows to all rows, by one warp.
-template <int Keys>
-__device__ inline void write_key_bits(unsigned int* bits, const ScoreRules& rules, int first_key) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int word = 0; word < Keys / kWordKeys; ++word) {
-        const bool shown = rules.template shows<false>(0, first_key + kWordKeys * word + lane);
-        const unsigned int seen = __ballot_sync(0xffffffffu, shown);
-        if (lane == 0) bits[word] = seen;
-    }
-}
-
 // The bits of a thread's Count scores, which are in two rows, 8 apart; or one row's for both.
 template <int Count, bool Alike>
 struct SeenBits {

@@ -145,7 +145,11 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
         while (!seen.last) {
             seen = receive_keys();
-            attend<true>(o, softmax, p, work, seen.tile, seen.last, seen.cut);
+            if (Self::kLoopsApart && !seen.cut) {
+                attend<false>(o, softmax, p, work, seen.tile, seen.last);
+            } else {
+                attend<true>(o, softmax, p, work, seen.tile, seen.last, seen.cut);
+            }
         }
         q_at.advance();
         return softmax;

@@ -4,13 +4,12 @@
 #pragma once
 
 #include "hopper/forward/row_bias.cuh"
-#include "hopper/forward/seen_bits.cuh"
+#include "hopper/forward/seen_columns.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/forward/work_tiles.cuh"
 #include "hopper/labelled_ring.cuh"
 #include "hopper/wgmma_pages.cuh"
 #include "scores/kept_scores.cuh"
-#include "scores/seen_tiles.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -136,24 +135,34 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
 
 // What they show of each tile and, if kSeenBits, one bit per score; or if kKeyBits, as all rows are
-// alike, per key. In the workspace, the count of tiles taken comes first, then the parts, then the
-// bits.
+// alike, of each tile of keys, and per key. In the workspace, the count of tiles taken comes first,
+// then the parts, then the bits.
 constexpr bool kSeenBits = SEEN_BITS, kKeyBits = KEY_BITS;
+// Whether all rows see the same keys.
+constexpr bool kRowsAlike = kKeyBits && !kRangeMask;
 static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
 constexpr int kRowWords = kBlockN / kWordKeys;
 // A call may have more than 2^31 in all.
 constexpr long long kTileWords = (kKeyBits ? 1 : kBlockM) * kRowWords;
-using Seen = SeenTiles<kBlockM, kBlockN>;
+template <bool KeyBits>
+struct SeenOf {
+    using type = SeenTiles<kBlockM, kBlockN>;
+};
+template <>
+struct SeenOf<true> {
+    using type = SeenColumns<kBlockN>;
+};
+using Seen = SeenOf<kKeyBits>::type;
 using SeenScores = SeenBits<kBlockN / 2, kKeyBits>;
 __device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
     return static_cast<unsigned int*>(call.workspace);
 }
-__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
+__device__ inline Seen::Part* seen_parts(const ForwardParams& call) {
     constexpr int kWords = kWorkspaceAlignment / sizeof(unsigned int);
-    return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
+    return reinterpret_cast<Seen::Part*>(tiles_taken(call) + kWords);
 }
 __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
-    constexpr int kParts = kWorkspaceAlignment / sizeof(SeenPart);
+    constexpr int kParts = kWorkspaceAlignment / sizeof(Seen::Part);
     const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
     return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
 }

@@ -10,27 +10,25 @@
 struct SeenWalk {
     KeyRange keys;
     Seen seen;
-    int head, first_row, tile, next;
+    int head, first_row, next;
 
     __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
         : keys(keys),
           seen(seen_parts(call), call, work.sequence(call), work.head),
           head(work.head),
           first_row(work.first_row),
-          tile(seen_from(keys.end - 1)) {
-        if (at_end()) tile = keys.end - 1;
-        next = seen_from(tile - 1);
+          next(seen_from(keys.end - 1)) {
+        if (next < keys.begin) next = keys.end - 1;
     }
 
-    __device__ bool at_end() const { return tile < keys.begin; }
-    __device__ bool at_last() const { return next < keys.begin; }
-    __device__ void advance() {
-        tile = next;
+    // The label of the next tile, at which the walk then is.
+    __device__ TileLabel advance() {
+        const int tile = next;
         next = seen_from(tile - 1);
-    }
-    __device__ TileLabel label() const {
-        const bool cut = !keys.is_whole(tile) || seen.cuts(first_row, tile * kBlockN);
-        return {head, tile, cut, at_last()};
+        // If all rows are alike, tiles in which the keys end are not shown as a whole.
+        const bool ends = !kRowsAlike && !keys.is_whole(tile);
+        const bool cut = ends || seen.cuts(first_row, tile * kBlockN);
+        return {head, tile, cut, next < keys.begin};
     }
 
   private:
@@ -176,30 +174,32 @@ template <class Smem, class Ask>
 __device__ inline void send_seen(const Sender<Smem>& sender, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, RingPosition<1>& bias_at,
                                  const KeyRange& keys, const Ask& ask) {
-    const auto key_of = [&](const SeenWalk& walk) {
-        return sender.sequence.first_k + walk.tile * kBlockN;
+    const auto key_of = [&](const TileLabel& label) {
+        return sender.sequence.first_k + label.tile * kBlockN;
     };
     SeenWalk walk(sender.params.call, sender.work, keys);
-    KeyPages pages = sender.pages_from(key_of(walk));
-    sender.send_keys(at, pages, key_of(walk), 0, walk.label());
+    TileLabel label = walk.advance();
+    KeyPages pages = sender.pages_from(key_of(label));
+    sender.send_keys(at, pages, key_of(label), 0, label);
     sender.send_queries(q_at);
-    sender.send_bias(walk.tile, bias_at);
-    while (!walk.at_end()) {
+    sender.send_bias(label.tile, bias_at);
+    for (bool last = false; !last;) {
+        last = label.last;
         RingPosition<kStages> after = at;
         after.advance();
-        SeenWalk next = walk;
-        next.advance();
+        TileLabel label_after;
         KeyPages pages_after;
-        if (walk.at_last()) {
+        if (last) {
             ask();
         } else {
-            pages_after = sender.pages_from(key_of(next));
-            sender.send_keys(after, pages_after, key_of(next), 0, next.label());
+            label_after = walk.advance();
+            pages_after = sender.pages_from(key_of(label_after));
+            sender.send_keys(after, pages_after, key_of(label_after), 0, label_after);
         }
-        sender.send_values(at, pages, key_of(walk), walk.label());
-        if (!walk.at_last()) sender.send_bias(next.tile, bias_at);
+        sender.send_values(at, pages, key_of(label), label);
+        if (!last) sender.send_bias(label_after.tile, bias_at);
         at = after;
-        walk = next;
+        label = label_after;
         pages = pages_after;
     }
 }

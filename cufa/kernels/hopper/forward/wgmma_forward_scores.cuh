@@ -90,11 +90,9 @@ struct ForwardScores {
     // The bits of this thread's first row, from the first tile of keys on.
     __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
         const ForwardParams& call = params.call;
-        if constexpr (kKeyBits)
-            return seen_bits(call) + Seen::columns_before(call, work.batch, work.head) * kTileWords;
         const Seen of_head(seen_parts(call), call, work.sequence(call), work.head);
         const long long tile = of_head.number(seen_parts(call), work.first_row, 0);
-        const int row = row_of(work, 0) - work.first_row;
+        const int row = kKeyBits ? 0 : row_of(work, 0) - work.first_row;
         return seen_bits(call) + tile * kTileWords + row * kRowWords;
     }
 
@@ -145,7 +143,8 @@ struct ForwardScores {
     __device__ void mask_scores(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         const float masked = self().scale().masked();
         if constexpr (kSeenBits) seen.hide(s, masked);
-        if constexpr (kSeenBits && !kKeyBits) return;  // bits have the range of each row, too
+        // Bits of scores have the range of each row, too; those of keys end where the keys do.
+        if constexpr (kSeenBits && (!kKeyBits || kRowsAlike)) return;
         apply_mask<typename Self::KeyOrder>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
                                             masked);
         if constexpr (kMaskMod) {

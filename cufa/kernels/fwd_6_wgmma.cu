@@ -54,9 +54,10 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
 
 struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
-    // Raising late needs registers that windows, soft caps, functions and masks do not leave. It
-    // pays only if few later tiles have larger scores. ALiBi raises scores from tile to tile up to
-    // the diagonal, unless the tiles begin there, and a bias may raise them anywhere.
+    // Raising late needs registers that windows, soft caps, functions and masks do not leave,
+    // except masks of which all rows see the same. It pays only if few later tiles have larger
+    // scores. ALiBi raises scores from tile to tile up to the diagonal, unless the tiles begin
+    // there, and a bias may raise them anywhere.
     static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kBias && !kScoreMod &&
                                         (!kKeyMask || kRowsAlike) && (kCausal || !kAlibi);
     // Otherwise a branch in one loop costs less than the size of several.

@@ -14,8 +14,8 @@ from cufa.rounding import ceil_div
 
 # With fewer warps than this on an SM, two per scheduler, a scheduler has nothing to do while one warp waits.
 ENOUGH_WARPS = 8
-# The fraction of the throughput that remains with next to no warps on an SM. Measured on an H200: 4 warps
-# reach two thirds of the throughput of 8.
+# The fraction of the throughput that remains with next to no warps on an SM, unless a kernel's warps have
+# much to do at once. Measured on an H200: 4 warps reach two thirds of the throughput of 8.
 THROUGHPUT_WITHOUT_WARPS = 1 / 3
 
 
@@ -44,13 +44,15 @@ class TileSizes(Protocol):
 class Cost:
     """The resources and the work of a block with some tiles.
 
-    Shared memory in bytes; registers per thread, estimated; and a thread's work on one tile of scores, as the
-    number of multiply-adds that take as long.
+    Shared memory in bytes; registers per thread, estimated; a thread's work on one tile of scores, as the
+    number of multiply-adds that take as long; and the fraction of an SM's throughput that remains with next
+    to no warps.
     """
 
     smem_bytes: int
     registers: int
     work: float
+    without_warps: float = THROUGHPUT_WITHOUT_WARPS
 
 
 S = TypeVar("S")
@@ -202,7 +204,7 @@ def _price(candidate: Candidate[T], rows: int, keys: int, product_dims: int, dev
     useful_rows, useful_keys = min(tiles.block_m, max(1, rows)), min(tiles.block_n, max(1, keys))
     useful = useful_rows * useful_keys * product_dims / tiles.threads
     warps = candidate.blocks_per_sm * tiles.threads / device.warp_size
-    hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
+    hidden = cost.without_warps + (1 - cost.without_warps) * min(1, warps / ENOUGH_WARPS)
     return cost.work / (useful * hidden)
 
 

@@ -17,7 +17,15 @@ from math import ceil
 from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
+from cufa.plan.choice import (
+    THROUGHPUT_WITHOUT_WARPS,
+    Candidates,
+    Choice,
+    Cost,
+    TileSizes,
+    query_tiles,
+    sizes_of,
+)
 from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time, with_features
 from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
@@ -49,6 +57,8 @@ ISSUED_PER_CLOCK = 4
 # Instructions per score of a lane.
 INSTRUCTIONS_PER_SCORE = 6
 REGISTER_BYTES = 4
+# The first compute capability whose warps need not wait for copies to shared memory (cp.async).
+FIRST_ASYNC_COPIES = (8, 0)
 # The first compute capability on which warps can wait for parts of a block's work (mbarrier.try_wait).
 FIRST_HANDING_OVER = (9, 0)
 # For the forward's price, in nanoseconds on an H200: the time until a block's first tiles have arrived; the
@@ -73,8 +83,8 @@ class Arithmetic:
     product; and instructions besides the products, in the time of a float32 addition: per element that a lane
     loads as an operand, and per score. The overheads are registers besides the sums: operands, addresses, the
     softmax's state. Shared memory may hold tables of powers of 2. One flag says whether the forward's copies
-    are free, since its products take much longer. The last is a measured factor on the forward's estimated
-    time on an H200.
+    are free, since its products take much longer. The last two are measured on an H200: a factor on the
+    forward's estimated time, and how much of the throughput is left with next to no warps on an SM.
     """
 
     item_bytes: int
@@ -89,6 +99,7 @@ class Arithmetic:
     backward_table_bytes: int = 0
     hides_copies: bool = False
     measured: float = 1
+    without_warps: float = THROUGHPUT_WITHOUT_WARPS
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tile.cuh's MmaTile."""
@@ -104,12 +115,24 @@ class Arithmetic:
     def _row_bytes(self, cols: int) -> int:
         return round_up(cols, self.depth) * self.item_bytes
 
+    def throughput_without_warps(self, device: Device) -> float:
+        """The fraction of an SM's throughput with next to no warps; less if these wait for their copies."""
+        copies_async = device.arch.capability >= FIRST_ASYNC_COPIES
+        return self.without_warps if copies_async else THROUGHPUT_WITHOUT_WARPS
+
     def registers(self, sums: int) -> int:
         """Registers that this many sums take."""
         return sums * self.sum_bytes // REGISTER_BYTES
 
 
-HALF = Arithmetic(item_bytes=2, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62)
+HALF = Arithmetic(
+    item_bytes=2,
+    sum_bytes=4,
+    product_clocks=1,
+    forward_overhead=62,
+    backward_overhead=62,
+    without_warps=0.9,
+)
 # Converted to 16 bits on the way to the products.
 BYTE = Arithmetic(
     item_bytes=1, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62, depth=2 * MMA_K
@@ -342,7 +365,12 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     registers = arithmetic.registers(scores + outputs) + arithmetic.forward_overhead
     if _works_on_scores(problem):
         registers += round(FEATURE_REGISTERS_PER_SCORE * arithmetic.registers(scores))
-    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
+    return Cost(
+        smem_bytes,
+        registers,
+        work.in_multiply_adds(arithmetic, device),
+        arithmetic.throughput_without_warps(device),
+    )
 
 
 def _works_on_scores(problem: Problem) -> bool:

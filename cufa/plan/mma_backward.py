@@ -379,4 +379,9 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     # Blocks with whole heads mostly wait for memory: more of them gain more than a few spills cost.
     overhead = arithmetic.backward_overhead // (2 if whole else 1)
     registers = arithmetic.registers(tiles.sums(problem)) + overhead
-    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
+    return Cost(
+        smem_bytes,
+        registers,
+        work.in_multiply_adds(arithmetic, device),
+        arithmetic.throughput_without_warps(device),
+    )

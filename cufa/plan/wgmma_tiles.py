@@ -165,7 +165,7 @@ MOST_PAGES = 8
 # dim.
 ALIKE_PACES = {
     64: {Tiles(192, 96, 2, 1, 64): Pace(0.0535, 1150, of_other_edge=1150)},
-    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 1600, of_other_edge=1400)},
+    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 2270, of_other_edge=2270)},
 }
 
 # A float32 bias takes a register per score, so above PANEL_COLS tiles have fewer keys.

@@ -6,7 +6,7 @@
 #include "hopper/forward/taken_tiles.cuh"
 
 // Walks over the tiles of keys that a mask or a mask_mod shows at least partly to a tile of
-// queries, from the last tile down. If it shows none, the walk has the last tile of the range.
+// queries, from the last tile down. If it shows none, it walks over the last tile of the range.
 struct SeenWalk {
     KeyRange keys;
     Seen seen;
@@ -21,7 +21,7 @@ struct SeenWalk {
         if (next < keys.begin) next = keys.end - 1;
     }
 
-    // The label of the next tile, at which the walk then is.
+    // The label of the next tile.
     __device__ TileLabel advance() {
         const int tile = next;
         next = seen_from(tile - 1);

@@ -237,7 +237,8 @@ def test_a_mask_of_keys(rng, front, features):
 # What is seen of 32 tiles is in a word.
 def test_a_mask_of_many_tiles_of_keys(rng):
     keys, tile = 64 * 99 + 9, LARGE_TILES["block_n"]
-    case = draw_case(rng, "bfloat16", set(), batch=3, heads=1, kv_heads=1, seqlen_q=40, seqlen_k=keys, head_dim=16)
+    sizes = {"batch": 3, "heads": 1, "kv_heads": 1, "seqlen_q": 40, "seqlen_k": keys, "head_dim": 16}
+    case = draw_case(rng, "bfloat16", set(), **sizes)
     shown = rng.choice([0.0, 0.5, 1.0], (3, 1, 1, keys // tile + 1), p=[0.8, 0.1, 0.1])
     shown[0, ..., :33] = 0  # the walk ends within a word
     shown[1, ..., 31:97] = 0  # and passes over words

@@ -13,6 +13,7 @@ from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
 from cufa.plan.hopper import (
     LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
+    REGISTER_STEP,
     SECTION_OF_L2,
     WARPGROUP,
     bias_rows_differ,
@@ -33,8 +34,6 @@ FINDINGS_BYTES = 16
 # The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
-# The same for more than two consumers, if the producer walks over what a mask shows.
-BESIDE_WALK = 152
 # The same if warps of the producer's warpgroup widen keys, which they hold in registers meanwhile.
 BESIDE_WIDENING = 192
 # Of the launch that merges parts (merged_parts.cuh): columns of O for a block that has a warp's rows, and its
@@ -196,8 +195,8 @@ def _most_consumer_registers(problem: Problem, tiles: Tiles, parted: Parting) ->
         return BESIDE_SEARCH
     if problem.kv_dtype is not None:
         return BESIDE_WIDENING
-    if features.key_mask and tiles.consumers > 2:
-        return BESIDE_WALK
+    if features.key_mask and (tiles.consumers > 2 or tiles.blocks_per_sm > 1):
+        return tiles.consumer_registers - REGISTER_STEP
     # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
     # needs all registers that consumers can get.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM

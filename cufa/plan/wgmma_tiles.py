@@ -26,7 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
-from cufa.plan.seen import has_key_bits
+from cufa.plan.seen import WORD_BITS, has_key_bits
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -255,10 +255,14 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     pages and masks; for a bias; for the caller's functions; for ALiBi with another of these.
     """
     features = problem.features
+    if features.mask is not None and tiles.block_n % WORD_BITS:
+        return False
     if tiles.blocks_per_sm > 1:
-        functions = features.score_mod is not None or features.key_mask or features.dropout
+        functions = features.score_mod is not None or features.dropout
+        functions = functions or (features.key_mask and not _all_rows_alike(problem))
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
-        many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and (features.softcap or features.alibi)
+        more = features.softcap or features.alibi or features.key_mask
+        many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more
         if functions or features.bias is not None or features.page_size:
             return False
         return not (alibi_and_more or many_and_more)

@@ -234,6 +234,16 @@ def test_a_mask_of_keys(rng, front, features):
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_of_no_keys(rng, packed):
+    sizes = {"seqlen_q": 40, "seqlen_k": 0, "head_dim": 16} | HEADS
+    case = draw_case(rng, "bfloat16", {"packed"} if packed else set(), **sizes)
+    case.arrays["mask"] = np.empty((1, 1, 1, case.problem.k.shape[-3]), bool)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    options = {"kernel": "fwd_6_wgmma", "device": DEVICE, **case.emulator_forward}
+    assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
 # What is seen of 32 tiles is in a word.
 def test_a_mask_of_many_tiles_of_keys(rng):
     keys, tile = 64 * 99 + 9, LARGE_TILES["block_n"]

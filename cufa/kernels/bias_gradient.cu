@@ -13,6 +13,7 @@
 // Owns     block: BLOCK_N rows and BLOCK_M keys of one head's bias, and one of PARTS parts of the
 //          scores that share them; warp: kTiles 16-row tiles of them
 // Shared   STAGES tiles of Q and dO with LSE and D, of K and V; the tile of the bias
+//          unless ROWS_SHARE
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); parts of dbias, if there are parts;
 //          with a mask or a mask_mod, what it shows of each tile of scores
 // Writes   dbias

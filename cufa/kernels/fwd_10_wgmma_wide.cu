@@ -20,8 +20,8 @@
 //          v_descale (batch, kv_heads): the factors of Q, K and V
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: half of their columns
 //          of O, and the weights of every other tile of keys
-// Shared   rings of STAGES K and V tiles, or of K tiles or their parts alone; a Q tile, replaced by
-//          the output on its way out; the weights of a tile
+// Shared   rings of STAGES K and V tiles, or of K tiles or their parts alone; a Q tile; the output
+//          on its way out, in the place of Q unless OUTPUT_APART; the weights of a tile
 // Global   workspace: the number of tiles taken, 0 between launches, and partial results of tiles
 //          whose keys are split (key_parts.cuh); or such results alone (merged_parts.cuh), after
 //          the tiles to merge if blocks have equal shares of the keys (share_walk.cuh)

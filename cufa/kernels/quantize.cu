@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     acc_t largest = largest_magnitude<false>(params, tile);
     // Testing each element would take longer than reading it.
     if (!is_finite(largest)) largest = largest_magnitude<true>(params, tile);
-    auto& smem = shared_memory<MeasureSmem, sizeof(MeasureSmem)>();
+    auto& smem = shared_memory<MeasureSmem>();
     largest = lanes_max<32>(largest);
     if (threadIdx.x % 32 == 0) smem.warps[threadIdx.x / 32] = largest;
     __syncthreads();

@@ -78,7 +78,11 @@ FASTEST = {64: Tiles(64, 64, 128, 2), 128: Tiles(64, 64, 128, 1)}
 
 
 def bias_gradient(problem: Problem, device: Device) -> Decisions:
-    """`bias_gradient`: a launch for LSE and D, then one with a block for each tile of the bias."""
+    """`bias_gradient`: a launch for LSE and D, then one with a block for each tile of the bias.
+
+    If there are masks, a first launch finds out what they show of tiles of scores. If blocks share a tile, or
+    warps a row, a last one adds their parts.
+    """
     shape = problem.features.bias
     if shape is None:
         raise ValueError("there is no bias")

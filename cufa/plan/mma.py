@@ -277,7 +277,10 @@ WIDE_FORWARD_TILES = (
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
-    """`fwd_5_mma`: one launch, with a block for each tile of queries."""
+    """`fwd_5_mma`: one launch, with a block for each tile of queries.
+
+    If there are masks, a first launch finds out what they show of tiles of scores.
+    """
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)

@@ -240,8 +240,9 @@ def takes_whole_heads(problem: Problem, device: Device, tiles: BackwardTiles) ->
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_3_mma`: a warp for each row, then a block for each tile of keys, then a warp for 16 rows.
 
-    If deterministic, the last launch has a block for each tile of queries instead. If sequences have no more
-    keys than a tile, all is done by a block for each KV head.
+    If deterministic, a block for each tile of queries takes the place of these warps. If sequences have no
+    more keys than a tile, all is done by a block for each KV head. A first launch finds out what masks show
+    of tiles; others round dK and dV if they come in parts, and make the gradients of a sink and of arrays.
     """
     # Tiles that a caller chooses may have any number of keys.
     keys = problem.longest_keys if tiles else min(problem.longest_keys, MOST_WHOLE_KEYS + 1)

@@ -114,7 +114,7 @@ def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     else:
         wide = problem.head_dim > CONSUMERS * PANEL_COLS and best != PAIR_TILES
         most = LEAST_MOST_IN_ORDER if wide else UNMASKED_MOST_IN_ORDER
-    return problem.mean_keys <= most * best.block_n and not problem.features.key_mask
+    return problem.mean_keys <= most * best.block_n
 
 
 def _rounds_of_blocks(problem: Problem, device: Device, best: Tiles) -> float:

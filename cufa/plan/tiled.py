@@ -193,7 +193,8 @@ def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Decision
 def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_2_flash_v2`: a warp for each row, then a block for each tile of keys, then a warp for each row.
 
-    If deterministic, the last launch has a block for each tile of queries instead.
+    If deterministic, a block for each tile of queries takes the place of these warps. Launches for the
+    gradients of a bias, a sink and arrays follow.
     """
     slices, chosen = _choose_slices(problem, device, tiles)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes

@@ -198,7 +198,7 @@ struct HeadTile {
     int head, tile;
 };
 
-// Enough for two blocks on each SM of the largest GPUs.
+// About two blocks on each SM of a large GPU.
 constexpr int kSectionTiles = 256;
 
 // The head and tile of a block. Heads come in sections of about as many tiles as run at once, so

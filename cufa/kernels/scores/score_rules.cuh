@@ -1,6 +1,7 @@
 // What a call may do element by element between Q K^T and the softmax, and between the softmax and
 // V: soft cap, bias, ALiBi, the caller's functions, masks, dropout. All kernels that support these
-// use this.
+// use this, except that Hopper's kernels in 8 and 16 bits shape scores in wgmma_softmax.cuh and
+// key_softmax.cuh.
 #pragma once
 
 #include "scores/dropout.cuh"

@@ -103,14 +103,3 @@ __device__ inline void halve(WgmmaOperand<Depth> (&halves)[kHalves], const Wgmma
         }
     }
 }
-// Sum number i, put together from its halves.
-template <int Steps>
-__device__ inline float whole(const unsigned int (&halves)[kHalves][Steps][4], int i) {
-    float sum = 0;
-#pragma unroll
-    for (int part = kHalves - 1; part >= 0; --part) {
-        const unsigned int pair = halves[part][i / 8][i / 2 % 4];
-        sum += to_acc(float16{static_cast<unsigned short>(i % 2 ? pair >> 16 : pair)});
-    }
-    return sum;
-}

@@ -54,8 +54,8 @@ class SeenColumns : SeenHeads {
                                 long long index) {
         constexpr int kWords = Keys / kWordKeys;
         const int groups = words(params) / 2 * kGroups, count = tiles(params);
+        if (index >= matrices(params) * groups) return;
         const long long matrix = index / groups;
-        if (matrix >= matrices(params)) return;
         const Sequence sequence(params, matrix % batches(params));
         if (sequence.seqlen_q == 0 || sequence.seqlen_k == 0) return;  // nobody asks
         const ScoreRules rules(params, sequence, matrix / batches(params));

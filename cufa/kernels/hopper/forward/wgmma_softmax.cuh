@@ -16,7 +16,8 @@ constexpr float kSlack = 8;
 constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
 // A maximum is set this far below the largest score. 8-bit weights lose precision below 2^-6, so
 // weights that count should be far above it. But the sum of a thread's weights in a row, at most 48
-// (of 192 keys), should stay below kLargestSum even if all scores are equal.
+// (of 192 keys) in tiles of the plan's choice, should stay below kLargestSum even if all scores are
+// equal.
 constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
 // A row that sees fewer keys of its first tile is likely to see larger scores in the next tile, and
 // its maximum would have to be raised. So it is set this far above the largest score.

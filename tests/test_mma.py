@@ -24,8 +24,11 @@ TIGHT = [
     ("sm_80", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_86", "fwd_5_mma", "bfloat16", 64, True, 0),
     ("sm_86", "bwd_3_mma", "float32", 256, True, 12),
+    ("sm_86", "bwd_3_mma", "float16", 112, True, 0),
+    ("sm_86", "bwd_3_mma", "float16", 160, True, 0),
     ("sm_87", "bwd_3_mma", "float16", 128, True, 0),
     ("sm_89", "fwd_5_mma", "float16", 128, True, 0),
+    ("sm_89", "fwd_5_mma", "bfloat16", 256, True, 0),
     ("sm_90a", "fwd_5_mma", "float16", 64, False, 0),
     ("sm_90a", "fwd_5_mma", "float32", 64, True, 0),
     ("sm_90a", "fwd_5_mma", "float32", 128, False, 0),
@@ -37,6 +40,7 @@ TIGHT = [
     ("sm_100a", "bwd_3_mma", "bfloat16", 64, True, 8),
     ("sm_103a", "fwd_5_mma", "float16", 128, True, 0),
     ("sm_103a", "bwd_3_mma", "float16", 128, True, 0),
+    ("sm_120a", "bwd_3_mma", "float16", 112, False, 0),
     ("sm_120a", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_121a", "fwd_5_mma", "bfloat16", 64, False, 0),
     ("sm_75", "bwd_3_mma", "float16", 448, True, 0),
@@ -153,6 +157,30 @@ def test_gradients_of_heads_that_do_not_fit_are_made_on_cuda_cores(arch, dtype, 
     assert plan.kernel == "bwd_2_flash_v2"
     reason = f"bwd_3_mma needs {needed:,} bytes of shared memory for head dim {most + 1}, and {arch} has "
     assert f"{reason}{offered:,}" in plan.reasons
+
+
+# Those that an H200 is fastest with if no more blocks share an SM than in 100 KB of shared memory. Where
+# copies go through registers, or products take three of tf32, a few warps wait more.
+@pytest.mark.parametrize(
+    ("arch", "direction", "dtype", "head_dim", "tiles"),
+    [
+        ("sm_89", "backward", "bfloat16", 64, (64, 128, 256)),
+        ("sm_89", "backward", "bfloat16", 96, (64, 64, 128)),
+        ("sm_86", "backward", "float16", 112, (64, 64, 128)),
+        ("sm_120a", "backward", "bfloat16", 160, (32, 64, 128)),
+        ("sm_89", "forward", "bfloat16", 128, (128, 32, 128)),
+        ("sm_120a", "forward", "float16", 192, (64, 64, 128)),
+        ("sm_89", "forward", "bfloat16", 256, (64, 64, 128)),
+        ("sm_89", "backward", "float32", 96, (32, 64, 256)),
+        ("sm_89", "forward", "float32", 128, (128, 32, 256)),
+        ("sm_75", "forward", "float16", 96, (64, 32, 128)),
+    ],
+)
+def test_a_few_warps_are_enough_for_products_in_16_bits(arch, direction, dtype, head_dim, tiles):
+    problem = Problem(direction, dtype, 2, 2048, 2048, 16, 16, head_dim, head_dim)
+    kernel = {"forward": "fwd_5_mma", "backward": "bwd_3_mma"}[direction]
+    plan = make_plan(problem, Device.of(arch), kernel)
+    assert tuple(plan.tiles[name] for name in ("block_m", "block_n", "threads")) == tiles
 
 
 @pytest.mark.parametrize(

@@ -663,11 +663,9 @@ def _given(named: Arrays) -> Arrays:
 
 
 def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) -> FeatureValues:
-    try:
-        if softcap == 0 and dropout_p == 0 and seed == 0 and offset == 0:
-            return _NO_VALUES
-    except (RuntimeError, TypeError, ValueError):
-        pass  # Some library's array has no truth value; the checks below refuse it and name the argument.
+    numbers = type(softcap) in (int, float) and type(dropout_p) in (int, float)
+    if numbers and type(seed) is type(offset) is int and softcap == dropout_p == seed == offset == 0:
+        return _NO_VALUES
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 
 

@@ -31,6 +31,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def most_threads() -> int:
+    """How many threads the CPU path may have: one per core, or as many as OMP_NUM_THREADS allows."""
+    allowed = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(cores(), int(allowed)) if allowed.isdecimal() and int(allowed) > 0 else cores()
+
+
 @functools.cache
 def _blas() -> threadpoolctl.ThreadpoolController:
     """The BLAS library that NumPy has loaded; cached, since the lookup takes a millisecond."""

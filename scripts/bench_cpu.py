@@ -3,8 +3,9 @@
 
 The standard backward pass starts from the P that its forward pass kept, the CPU path recomputes P.
 Every measurement has a fresh process to itself. Time is the median of the repeats, after one call
-that is not counted. Memory is by how much the process grew at its largest during that first call
-(VmHWM less VmRSS before it, so BLAS and the results are in it and the inputs are not); Linux only.
+that is not counted. Memory is by how much the process grew at its largest up to the end of that call
+(VmHWM less VmRSS once there are inputs, so BLAS, the results and, of a backward, the forward that
+prepares it are in it, and the inputs are not); Linux only.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: E741, N803, N806

@@ -58,7 +58,7 @@ def install(requirements: list[str]) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, type=click.Choice(list(INSTALLATIONS)), default=tuple(INSTALLATIONS))
 def main(only: tuple[str, ...]) -> None:
-    installations = {}
+    installations = json.loads(RECORD.read_text())["installations"] if RECORD.exists() else {}
     for name in only:
         installations[name] = measured = install(INSTALLATIONS[name])
         print(f"{name}: {measured['seconds']:.0f} s, {measured['bytes'] / 1e6:,.0f} MB", flush=True)

@@ -114,6 +114,8 @@ def write(path: Path, record: dict[str, Any]) -> None:
 @click.option("--only-speeds", is_flag=True, help="Measure speeds, and run no tests.")
 @click.option("--again", is_flag=True, help="Of the tests, run those that failed with the same kernels.")
 def main(only_tests: bool, only_speeds: bool, again: bool) -> None:
+    if only_tests and only_speeds:
+        raise click.UsageError("--only-tests and --only-speeds leave nothing to do; give one of them.")
     info = json.loads(run("-m", "cufa", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)

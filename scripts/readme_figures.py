@@ -150,8 +150,8 @@ def ladder(record: Row) -> str:
         f"Batch {problem['batch']}, length {problem['seqlen_q']}, {problem['heads']} head of "
         f"{problem['head_dim']}, {problem['dtype']}, not causal. Measured by `cufa ladder --preset course` "
         f'on an {measured["device"]}, {record["date"]}. "x rung before" is the speedup over the rung before, '
-        '"x CPU" the speedup over the tiled algorithm in NumPy on one thread of the same machine '
-        f"({cpu['note']})."
+        '"x CPU" the speedup over the tiled algorithm in NumPy on '
+        f"{cpu['name'].removeprefix('CPU, ')} of the same machine ({cpu['note']})."
     )
     return f"{table(header, lines)}\n\n{caption}"
 

@@ -284,7 +284,10 @@ def test_bad_keys_reach_only_the_rows_that_see_them(dtype_name: str, bad: float,
 
 # What is exponentiated as it is, what is just not, and what must not be.
 @pytest.mark.parametrize("score", [f * tiles.MOST_UNSHIFTED_SCORE for f in (0.99, 1.01, 10)])
-@pytest.mark.parametrize("value", [f * tiles.MOST_UNSHIFTED_VALUE for f in (1e-15, 0.2, 1e15)])
+@pytest.mark.parametrize(
+    "value",
+    [1, *(f * tiles.MOST_UNSHIFTED_VALUE for f in (0.2, 1e15)), *(f * 1e-15 for f in (1, 1e-15, 1e-18))],
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_the_smallest_scores_and_the_largest(score: float, value: float) -> None:
     """Some rows see the former alone, others both."""
@@ -295,6 +298,17 @@ def test_the_smallest_scores_and_the_largest(score: float, value: float) -> None
     for causal in (False, True):
         out, lse = forward(problem, causal=causal)
         assert_attention(out, lse, problem, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "most"), [("", 8), ("1", 1), ("3,2", 3), ("99", 8), ("0", 8), ("many", 8)], ids=str
+)
+def test_threads_are_as_many_as_openmp_may_have(
+    allowed: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    assert threads.most_threads() == most
 
 
 @pytest.mark.parametrize("large", ["q", "k"])
@@ -449,7 +463,7 @@ def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
         np.random.default_rng(14), dtype_name, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16
     )
     tracemalloc.start()
-    with mock.patch.object(cpu, "cores", return_value=2):  # each of whose threads has tiles of its own
+    with mock.patch.object(cpu, "most_threads", return_value=2):  # each of whose threads has tiles of its own
         out, lse = forward(problem, causal=True)
         backward(problem, out, lse, causal=True)
     _, peak = tracemalloc.get_traced_memory()

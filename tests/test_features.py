@@ -550,6 +550,10 @@ def test_impossible_values(arguments: dict[str, Any], message: str) -> None:
             "None or -1 for all",
         ),
         ({"dropout_p": 0.1, "seed": 1.0}, "seed is 1.0; it must be an integer"),
+        ({"seed": 0.0}, "seed is 0.0; it must be an integer"),
+        ({"offset": False}, "offset is False; it must be an integer"),
+        ({"softcap": False}, "softcap is False; it may be a number"),
+        ({"dropout_p": False}, "dropout_p is False; it may be a number"),
         ({"softcap": "1"}, "softcap is '1'; it may be a number"),
     ],
 )

@@ -143,6 +143,15 @@ def test_few_queries_for_each_of_the_warps_that_share_keys(dtype):
         make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", {**tiles, "block_m": 48})
 
 
+@pytest.mark.parametrize("keys", [0, 1, 16, 17])
+@pytest.mark.parametrize("head_dim", [241, 256])
+def test_few_keys_of_heads_whose_outputs_do_not_fit_beside_them(head_dim, keys):
+    q, k = (np.empty((2, 64, 4, head_dim)), np.empty((2, keys, 4, head_dim)))
+    plan = cufa.plan(q, k, k, backward=True, arch="sm_80")
+    assert plan.kernel == "bwd_3_mma"
+    assert all(launch.smem_bytes <= 166_912 for launch in plan.launches)
+
+
 @pytest.mark.parametrize(
     ("arch", "dtype", "most", "needed", "offered"),
     [("sm_75", "float16", 448, 68_608, 65_536), ("sm_86", "float32", 384, 117_760, 101_376)],

@@ -162,9 +162,9 @@ def command(
 
     Each kernel is first checked on a small problem. Times are medians, on a GPU measured by CUDA events with
     a cold L2 cache. TFLOP/s count two matrix products forward and five backward, without scores outside
-    --causal and --window, but with those that --mask and --mask-mod hide. GB/s count every input and result
-    once. With --varlen, one packed batch is timed instead of a sweep. With several tile sizes, those that do
-    not fit are left out.
+    --causal and --window, but with those that --mask and --mask-mod hide. GB/s count q, k, v, the results, a
+    bias and a mask once, and all keys even with --seqused-k. With --varlen, one packed batch is timed instead
+    of a sweep. With several tile sizes, those that do not fit are left out.
 
     Exits with 1 if a kernel is wrong, or if memory suffices for nothing.
     """

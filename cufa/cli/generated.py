@@ -274,7 +274,7 @@ def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """The fewest bytes that a call must read and write: each input and result once, also of features."""
+    """The bytes of q, k, v, the output, gradients, a bias and a mask, each counted once, and all keys."""
     features = problem.features
     itemsizes = {"q": problem.itemsize, "dout": problem.output.itemsize}
     tensors = {

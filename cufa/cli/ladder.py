@@ -321,7 +321,7 @@ def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:
             "the rungs need a GPU; these are the rows of the CPU alone. In a checkout, benchmarks/README.md "
             "has times of the rungs on an H200, and CONTRIBUTING.md says how an emulator runs them on a CPU"
         )
-    notes.append("the CPU path is the tiled algorithm in NumPy, with BLAS on the threads that are named")
+    notes.append("the CPU path is the tiled algorithm in NumPy, on as many threads as are named")
     covered = [row.check.coverage for row in rows if row.check and row.cpu != on_gpu]
     if covered:
         notes.append(f"errors are the largest against float64, of {max(covered, key=len)}")

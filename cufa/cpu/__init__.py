@@ -16,7 +16,7 @@ from cufa.cpu import stacks, tiles
 from cufa.cpu.arithmetic import Array
 from cufa.cpu.tiles import softmax
 from cufa.score_rules import Rules, Sequence
-from cufa.threads import cores
+from cufa.threads import most_threads
 
 __all__ = ["attention", "attention_backward", "softmax", "stacks", "tiles"]
 
@@ -124,4 +124,4 @@ def attention_backward(
 
 def _threads(sequences: list[Sequence], heads: int) -> int:
     scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
-    return 1 if scores < PARALLEL_SCORES else cores()
+    return 1 if scores < PARALLEL_SCORES else most_threads()

@@ -43,10 +43,11 @@ from cufa.threads import in_threads, until_stopped
 # rows mean more work on the diagonal.
 Q_TILE = 256
 KV_TILE = 1024
-# Scores of at most this magnitude are exponentiated without a shift, if values are not larger than the second
-# number: sums of these weights lose nothing and do not overflow. Otherwise, each row's maximum is subtracted.
+# Scores of at most this magnitude are exponentiated without a shift, if the largest value is 0 or between the
+# other numbers: sums with these weights, from 1e-13 to 1e13, neither underflow nor overflow. Otherwise, each
+# row's maximum is subtracted.
 MOST_UNSHIFTED_SCORE = 30
-MOST_UNSHIFTED_VALUE = 1e15
+LEAST_UNSHIFTED_VALUE, MOST_UNSHIFTED_VALUE = 1e-15, 1e15
 
 
 def attention(
@@ -309,7 +310,9 @@ class _Group:
         not be affected.
         """
         largest = _longest_row(Q) * self._longest_key
-        return largest <= MOST_UNSHIFTED_SCORE and self._largest_value <= MOST_UNSHIFTED_VALUE
+        value = self._largest_value
+        moderate = value == 0 or LEAST_UNSHIFTED_VALUE <= value <= MOST_UNSHIFTED_VALUE
+        return largest <= MOST_UNSHIFTED_SCORE and moderate
 
     @functools.cached_property
     def _longest_key(self) -> float:

@@ -231,10 +231,12 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
 def takes_whole_heads(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
     """Whether a block has all keys of a KV head, so that it has dQ of the head's queries to itself.
 
-    It then finds LSE and D of the queries, too.
+    It then finds LSE and D of the queries, too, for which it needs a tile of O.
     """
-    fit = problem.longest_keys <= tiles.block_n
-    return fit and tiles.split == 1 and not hands_over_queries(problem, device, tiles)
+    all_keys = problem.longest_keys <= tiles.block_n
+    if not all_keys or tiles.split > 1 or hands_over_queries(problem, device, tiles):
+        return False
+    return _smem_bytes(problem, device, tiles, whole=True) <= device.smem_per_block
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -343,14 +345,14 @@ def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
     return problem.heads, counted_row_tiles(problem, problem.seqlen_q, block_m) * block_m
 
 
-def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:
+def _smem_bytes(problem: Problem, device: Device, tiles: BackwardTiles, whole: bool) -> int:
+    """Shared memory of a block, which has all keys of a KV head if it is `whole`."""
     arithmetic = arithmetic_of(problem)
     head, value = tiles.head(problem), tiles.value(problem)
     m, n = tiles.block_m, tiles.block_n
-    whole = takes_whole_heads(problem, device, tiles)
     # With one stage, P^T is stored where dS^T will be.
     weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
-    smem_bytes = (
+    return (
         arithmetic.backward_table_bytes
         + (LINE_BYTES if hands_over_queries(problem, device, tiles) else 0)
         + arithmetic.tile_bytes(n, head)  # K
@@ -360,6 +362,14 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
         + weights * arithmetic.tile_bytes(n, m)  # dS^T, P^T
         + round_up(2 * tiles.stages * m * arithmetic.sum_bytes, LINE_BYTES)  # LSE and D
     )
+
+
+def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:
+    arithmetic = arithmetic_of(problem)
+    head, value = tiles.head(problem), tiles.value(problem)
+    m, n = tiles.block_m, tiles.block_n
+    whole = takes_whole_heads(problem, device, tiles)
+    smem_bytes = _smem_bytes(problem, device, tiles, whole)
     keys, queries = tiles.keys, tiles.queries
     part = (head + value) // tiles.split
     query_rows, query_columns = m * tiles.query_parts // tiles.warps, head // tiles.query_parts

@@ -16,10 +16,11 @@ class SeenColumns : SeenHeads {
     // `all` points to the parts of all heads.
     template <class Params>
     __device__ SeenColumns(const Part* all, const Params& params, const Sequence& sequence,
-                           int head)
-        : before(head_of(params, head) * batches(params) + batch_of(params, sequence.batch)) {
-        parts = all + before * words(params);
-        before *= tiles(params);
+                           int head) {
+        const int batch = batch_of(params, sequence.batch);
+        const long long matrix = head_of(params, head) * batches(params) + batch;
+        parts = all + matrix * words(params);
+        before = matrix * tiles(params);
     }
 
     // The number of parts of all heads.

@@ -559,11 +559,15 @@ def test_a_workspace_that_cannot_be_used_is_refused_before_anything_is_compiled(
     needed = cufa.plan(q, k, v, **in_parts).workspace_bytes
     backward_needed = cufa.plan(q, k, v, backward=True).workspace_bytes
     memory = machine.allocate(2 * needed + backward_needed)
-    before = len(machine.memory)
 
     def room(pointer, count, step=1):
         return cupy.ndarray((count,), np.uint8, pointer, (step,))
 
+    def with_room(array):  # around it, so that a workspace there overlaps nothing else
+        return cupy.ndarray(array.shape, array.dtype, machine.allocate(array.nbytes + needed) + 512)
+
+    k, out = with_room(k), with_room(out)
+    before = len(machine.memory)
     too_small = "^workspace has {:,} bytes; this call needs {:,} "
     askew = r"^workspace must be contiguous and aligned to \d+ bytes$"
     overlaps = "^workspace overlaps {} in memory; it must not$"

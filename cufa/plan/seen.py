@@ -28,6 +28,11 @@ def check_masked_keys(problem: Problem, tiles: TileSizes) -> None:
         )
 
 
+def fills_words(problem: Problem, tiles: TileSizes) -> bool:
+    """Whether the bits that a mask has for a row of a tile, if there is one, are whole words."""
+    return problem.features.mask is None or tiles.block_n % WORD_BITS == 0
+
+
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """The number of tiles of scores that the launch looks at: seen_tiles.cuh's count."""
     if not problem.features.key_mask:
@@ -49,7 +54,7 @@ class Seen:
 
     warps: int
     tile_bytes: int
-    words: int = 0
+    words: int
 
 
 def seen_by_row(problem: Problem, rows: int, keys: int, with_bits: bool) -> Seen:
@@ -90,7 +95,7 @@ def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launc
     return Launch("seen_tiles", ceil_div(tiles, warps) if any_queries else 0, threads)
 
 
-def seen_scratch(problem: Problem, tiles: int, alignment: int = 1) -> tuple[Scratch, ...]:
-    """Workspace for the results of this many tiles, padded to `alignment` for what follows."""
-    elements = ceil_div(round_up(tiles * SEEN_PART_BYTES, alignment), problem.accumulator.itemsize)
+def seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
+    """Workspace for what is known about this many tiles."""
+    elements = ceil_div(tiles * SEEN_PART_BYTES, problem.accumulator.itemsize)
     return (Scratch("seen tiles", (elements,)),) if tiles else ()

@@ -34,7 +34,7 @@ from cufa.plan.persistent import (
     work_bytes,
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
-from cufa.plan.seen import WORD_BITS, has_key_bits, seen_by_all, seen_by_row
+from cufa.plan.seen import WORD_BITS, fills_words, has_key_bits, seen_by_all, seen_by_row
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -75,7 +75,7 @@ def forward(
     best, _ = fastest_tiles(typical or problem, device, frozenset(tiles.items()))
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
-    if problem.features.mask is not None and sizes.block_n % WORD_BITS:
+    if not fills_words(problem, sizes):
         raise ValueError(f"tiles {sizes}: with a mask block_n must be a multiple of {WORD_BITS}")
     main = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)

@@ -26,7 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
-from cufa.plan.seen import WORD_BITS, has_key_bits
+from cufa.plan.seen import fills_words, has_key_bits
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -203,7 +203,11 @@ def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     if least > PANEL_COLS and dim < LEAST_WIDE_DIM:
         # With half as many queries, keys are read twice as often.
         paces |= {tiles: pace.times(odd**2) for tiles, pace in FEW_DIMS_PACES[cut].items()}
-    paces = {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
+    paces = {
+        tiles: pace
+        for tiles, pace in paces.items()
+        if fills_words(kind, tiles) and _has_registers(kind, tiles)
+    }
     if dim <= max(ALIKE_PACES) and _all_rows_alike(kind):
         paces |= {tiles: pace.times(faster) for tiles, pace in _for_dim(ALIKE_PACES, dim)[1].items()}
     return paces
@@ -255,11 +259,9 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     pages and masks; for a bias; for the caller's functions; for ALiBi with another of these.
     """
     features = problem.features
-    if features.mask is not None and tiles.block_n % WORD_BITS:
-        return False
     if tiles.blocks_per_sm > 1:
-        functions = features.score_mod is not None or features.dropout
-        functions = functions or (features.key_mask and not _all_rows_alike(problem))
+        masks = features.key_mask and not _all_rows_alike(problem)
+        functions = features.score_mod is not None or masks or features.dropout
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
         more = features.softcap or features.alibi or features.key_mask
         many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more

@@ -143,6 +143,11 @@ class Features:
         return self.mask is not None or self.mask_mod is not None
 
     @property
+    def mask_of_keys(self) -> bool:
+        """Whether the mask shows the same keys to all queries of a head, and no mask_mod hides more."""
+        return self.mask is not None and self.mask[2] == 1 and self.mask_mod is None
+
+    @property
     def mod_arrays(self) -> tuple[str, ...]:
         """The arrays that `score_mod` and `mask_mod` read, by the names they have in a call."""
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
@@ -323,6 +328,17 @@ class Problem:
     def group(self) -> int:
         """Query heads that share a KV head; 0 if there are no heads."""
         return self.heads // max(1, self.kv_heads)
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether the mask shows the same keys to all queries that share them, of all heads."""
+        features = self.features
+        return features.mask_of_keys and (features.mask is None or features.mask[1] == 1 or self.group == 1)
+
+    @property
+    def hides_scores(self) -> bool:
+        """Whether a mask or a mask_mod may hide a key from some of the queries that share it."""
+        return self.features.key_mask and not self.hides_keys
 
     @property
     def longest_keys(self) -> int:

@@ -19,6 +19,7 @@ from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
 from cufa.checking import judge
+from cufa.plan import make_plan
 from cufa.problem import accumulator_dtype
 from cufa.score_mod import ScoreMod
 
@@ -259,6 +260,43 @@ def test_a_mask_of_many_tiles_of_keys(rng):
     inputs = case.problem.q, case.problem.k, case.problem.v
     options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
+# How blocks add to dQ, and the device, tiles and features of a call that make them do so.
+NO_CACHE = dataclasses.replace(DEVICE, sm_count=1, l2_bytes=0)
+WAYS_OF_ADDING = [
+    ("kAlone", dataclasses.replace(DEVICE, sm_count=1), None, ()),
+    ("kAsTheyCome", dataclasses.replace(DEVICE, sm_count=64), {"parts": 2}, ()),
+    ("kAfterFirst", NO_CACHE, None, ("seqused_k",)),
+    ("kInOrder", NO_CACHE, None, ("deterministic", "causal")),
+    ("kInOrder", NO_CACHE, None, ("deterministic", "window")),
+    ("kInOrder", NO_CACHE, {"parts": 2}, ("deterministic", "packed")),
+]
+
+
+@pytest.mark.parametrize(("way", "device", "tiles", "features"), WAYS_OF_ADDING)
+@pytest.mark.parametrize(("kernel", "dtype", "dims"), [BACKWARDS[i] for i in (0, 1, 2, 5, 6)])
+def test_gradients_under_a_mask_of_keys(rng, monkeypatch, kernel, dtype, dims, way, device, tiles, features):
+    """Tiles of keys that it hides are left out: the first or the last of a sequence, or all."""
+    queries, keys = (430, 400) if "causal" in features else (150, 600)
+    tile = 64 if kernel == "bwd_5_wgmma_wide" else 128
+    sizes = {"batch": 4, "seqlen_q": queries, "seqlen_k": keys, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = draw_case(rng, dtype, features, **sizes, **HEADS)
+    if "window" in features:
+        case.numbers["window"] = (130, 70)
+    sequences, keys = (1 if "packed" in features else 4), case.problem.k.shape[-3]
+    shown = rng.choice([0.0, 0.5, 1.0], (sequences, 1, 1, -(-keys // tile)))
+    shown[0, ..., 0] = 0
+    shown[1:2, ..., -1] = 0
+    shown[2:3] = 0
+    shown[-1, ..., 1:3] = 0, 0.5
+    case.arrays["mask"] = rng.random((sequences, 1, 1, keys)) < np.repeat(shown, tile, axis=-1)[..., :keys]
+    hide_nan(case)
+    plans = []
+    monkeypatch.setattr(calls, "make_plan", lambda *call: plans.append(make_plan(*call)) or plans[-1])
+    gradients = gradients_of(kernel, case, device=device, tiles=tiles)
+    assert dict(plans[0].macros)["ADDING"] == way
+    assert_gradients(gradients, case.problem, **case.backward)
 
 
 # The heads that share keys, and rows that see them, in parts: where dQ is added from registers, by copies and

@@ -506,6 +506,38 @@ def test_windows_that_see_nothing(cupy, head_dim, window, sizes):
     assert_gradients(tuple(x.get() for x in gradients), problem, window=window)
 
 
+# Sequences, KV heads and keys: a block of the backward takes all keys of a head, or blocks take turns to add
+# to dQ, in the order of their keys or in any.
+PADDED = [(33, 4, 500), (8, 2, 1100), (3, 2, 3000)]
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"causal": True}, {"window": (400, 100)}, {"deterministic": True}], ids=str
+)
+@pytest.mark.parametrize(("batch", "kv_heads", "keys"), PADDED)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 192])
+def test_padded_keys(cupy, head_dim, batch, kv_heads, keys, rules):
+    """In front or behind, in a sequence all, and with gaps; the same bits again."""
+    rng = np.random.default_rng(head_dim)
+    sizes = {"batch": batch, "heads": 4, "kv_heads": kv_heads, "seqlen_q": 450, "seqlen_k": keys}
+    problem = random_problem(rng, "bfloat16", head_dim=head_dim, **sizes)
+    begins, ends = np.sort(rng.integers(0, keys, (2, batch, 1, 1, 1)), axis=0)
+    places = np.arange(keys)
+    shown = (places >= begins) & (places < ends)
+    shown[0] = False
+    shown[1] &= rng.random(keys) < 0.7
+    visible = {name: value for name, value in rules.items() if name != "deterministic"} | {"mask": shown}
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, return_lse=True, **visible | {"mask": cupy.asarray(shown)})
+    assert_attention(out.get(), lse.get(), problem, **visible)
+    options = rules | {"mask": cupy.asarray(shown)}
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
+    assert_gradients(tuple(x.get() for x in gradients), problem, **visible)
+    if "deterministic" in rules:
+        again = cufa.attention_backward(dout, q, k, v, out, lse, **options)
+        assert all((bits(x) == bits(y)).all() for x, y in zip(gradients, again, strict=True))
+
+
 # Of the warpgroups of the backward, one passes over tiles of queries that see keys of the other one alone.
 @pytest.mark.parametrize("window", [(0, 0), (64, 64), (127, 20)], ids=str)
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(40, 4), (64, 2), (128, 4)])

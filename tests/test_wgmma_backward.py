@@ -179,6 +179,9 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
         (64, 64, Features(alibi=True)),
         (128, 128, Features(alibi=True)),
         (128, 128, Features(mask=(1, 1, 4096, 4096))),
+        (64, 64, Features(mask=(2, 1, 1, 4096))),
+        (128, 128, Features(mask=(2, 1, 1, 4096), deterministic=True)),
+        (256, 256, Features(mask=(2, 1, 1, 4096))),
         (256, 256, Features(softcap=True)),
         (256, 256, Features(packed=True, seqused_k=True)),
     ],
@@ -355,6 +358,7 @@ def test_where_pairs_are_faster(call):
 @pytest.mark.parametrize(
     ("features", "most_bytes"),
     [
+        (Features(mask=(4, 1, 1, 4096)), 0),
         (Features(alibi=True, sink=True), 0),
         (Features(window=(700, 0)), 0),
         (Features(packed=True, deterministic=True), 10),

@@ -29,6 +29,8 @@ _LEAST_IN_PAIRS = 65
 _BOX_KEYS = 8
 # Columns of a key in 8 bits that a lane loads at once.
 _WIDENED_COLS = 16
+# For reasons: what hides whole keys.
+_MASK_OF_KEYS = "a mask that is the same for all queries that share a key"
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class HopperKernel(Kernel):
-    """A rung whose products are wgmma's and whose tiles come by the copy engine, both of sm_90a alone."""
+    """A rung whose products are wgmma's and whose tiles come by the copy engine, both of sm_90a alone.
+
+    A backward that `hides_keys` treats a mask that hides keys from all queries as if these did not exist.
+    """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     min_capability: tuple[int, int] = (9, 0)
@@ -149,6 +154,7 @@ class HopperKernel(Kernel):
     only_arch: str | None = "90a"
     min_align_bytes: int = 16
     ascending_only: bool = True
+    hides_keys: bool = True
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
@@ -160,8 +166,10 @@ class HopperKernel(Kernel):
         if self.direction == "backward" and problem.kv_heads and not problem.heads:
             return f"{self.name} needs query heads"  # each block begins with one
         reason = super().unsupported(problem, device)
-        if reason is None and problem.features.key_mask and problem.features.deterministic:
-            return f"{self.name} does not support deterministic with mask or mask_mod"
+        hides = problem.hides_scores if self.hides_keys else problem.features.key_mask
+        if reason is None and hides and problem.features.deterministic:
+            unless = f", except {_MASK_OF_KEYS}" * self.hides_keys
+            return f"{self.name} does not support deterministic with mask or mask_mod{unless}"
         return reason
 
 
@@ -238,6 +246,8 @@ class PairHopperBackward(HopperKernel):
         if reason is None and problem.head_dim < _LEAST_IN_PAIRS:
             least = f"a head_dim of at least {_LEAST_IN_PAIRS}"
             return f"{self.name} needs {least}, and this is {problem.head_dim}"
+        if reason is None and problem.hides_scores:
+            return f"{self.name} supports only {_MASK_OF_KEYS}"
         return reason
 
 
@@ -251,6 +261,7 @@ class Float32Kernel(HopperKernel):
     dtypes: tuple[str, ...] = ("float32",)
     min_align_bytes: int = 1
     ascending_only: bool = False
+    hides_keys: bool = False
     max_head_dim: int = 128
     max_value_dim: int = 128
 
@@ -505,7 +516,7 @@ _LADDER = (
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         min_head_dim=129,
-        features=_HOPPER_BACKWARD_FEATURES - _SHAPES - {"mask", "mask_mod"},
+        features=_HOPPER_BACKWARD_FEATURES - _SHAPES - {"mask_mod"},
     ),
 )
 

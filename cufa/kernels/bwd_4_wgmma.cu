@@ -16,10 +16,11 @@
 // for S or for dP, but not for both, and none for a soft cap, a bias or dropout: such calls are
 // left to bwd_5_wgmma_wide (HopperBackward.unsupported in __init__.py).
 //
-// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
-// scores, so that tiles of which it shows nothing are skipped; row_sums (statistics; sets the sums
-// of dQ to zero unless the first block to add does), key_tiles, round_keys (if blocks have parts of
-// the heads or rows), round_queries (unless the last block rounds); array_gradients and
+// Launches: with a mask or a mask_mod that hides scores (hidden_keys.cuh), seen_tiles, which finds
+// out what it shows of each tile of scores, so that tiles of which it shows nothing are skipped;
+// row_sums (statistics; sets the sums of dQ to zero unless the first block to add does; finds out
+// which tiles of keys a mask hides, if it hides keys), key_tiles, round_keys (if blocks have parts
+// of the heads or rows), round_queries (unless the last block rounds); array_gradients and
 // sink_gradient, each if wanted. key_tiles, round_keys and round_queries begin while the launch
 // before them ends.
 //
@@ -29,9 +30,9 @@
 // Shared   rings: KEY_STAGES K and V tiles, replaced by dK and dV unless there are outboxes; STAGES
 //          Q and dO tiles with the statistics of their rows; dS^T tiles. For each warpgroup an
 //          outbox, if used, and the bias of a tile of scores, if TMA can copy it
-// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_workspace.cuh);
-//          with a mask or a mask_mod, what it shows of each tile of scores; sums of the gradients
-//          of score_mod's arrays, if wanted
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts, what a mask shows of
+//          tiles of keys (wgmma_workspace.cuh); if it hides scores, what it shows of tiles of
+//          these; sums of the gradients of score_mod's arrays, if wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
@@ -199,7 +200,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
 
 // A consumer's walk over its tiles of queries.
 __device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
-    if constexpr (kKeyMask) {
+    if constexpr (kHidesScores) {
         return LabelledWalk(consumer.smem.ring, consumer.at, tiles);
     } else {
         return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().part);
@@ -233,7 +234,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     seen_tiles(const __grid_constant__ Params params) {
     const long long tile = warp_of_grid<kHelperThreads>();
-    if (kKeyMask && tile < Seen::count(params.call))
+    if (kHidesScores && tile < Seen::count(params.call))
         Seen::find(seen_parts(params.call), params.call, tile);
 }
 
@@ -247,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
         if (sizes.batch == 0 || sizes.heads == 0) return;  // one block runs just to clear the sums
     }
     if (sizes.seqlen_q == 0) return;
+    SeenKeys::find<kHelperThreads>(QueryWorkspace(params.call).seen, params.call);
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 

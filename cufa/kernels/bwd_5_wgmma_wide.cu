@@ -15,10 +15,8 @@
 // sends what it has to the same warpgroup of the partner and adds what comes from there. Then both
 // blocks compute the same P and dS.
 //
-// Launches: with a mask or a mask_mod, seen_tiles, as in bwd_4_wgmma; row_sums (statistics; sets
-// the sums of dQ to zero unless the first block to add does), key_tiles, round_keys (if blocks have
-// parts of the heads or rows), round_queries (unless the last block rounds); sink_gradient, if
-// wanted. key_tiles, round_keys and round_queries begin while the launch before them ends.
+// Launches: seen_tiles, row_sums, key_tiles, round_keys, round_queries and sink_gradient, as in
+// bwd_4_wgmma.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block, or two partners: 64 keys of one KV head, or all of them, 64 at a time, for all
@@ -26,8 +24,9 @@
 //          panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
 //          a bias that TMA copies lies where P^T will be written; what partners send
-// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
-//          (wgmma_workspace.cuh); with a mask or a mask_mod, what it shows of each tile of scores
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns, what a mask
+//          shows of tiles of keys (wgmma_workspace.cuh); if it hides scores, what it shows of tiles
+//          of these
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
@@ -116,7 +115,7 @@ __device__ inline void finish(Consumer<kRole>& consumer, typename Consumer<kRole
 // A consumer's walk over its tiles of queries.
 template <Role kRole>
 __device__ inline auto walk_of(const Consumer<kRole>& consumer, const Tiles& tiles, int part) {
-    if constexpr (kKeyMask) {
+    if constexpr (kHidesScores) {
         return LabelledWalk(consumer.smem.q_ring, consumer.at, tiles);
     } else {
         return RangeWalk(tiles, consumer.params.call.sizes, part);
@@ -148,13 +147,14 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     seen_tiles(const __grid_constant__ Params params) {
     const long long tile = warp_of_grid<kHelperThreads>();
-    if (kKeyMask && tile < Seen::count(params.call))
+    if (kHidesScores && tile < Seen::count(params.call))
         Seen::find(seen_parts(params.call), params.call, tile);
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
+    SeenKeys::find<kHelperThreads>(QueryWorkspace(params.call).seen, params.call);
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 
@@ -184,10 +184,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params, work);
         } else if (kTurns && warp <= kConsumers) {
-            pass_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order[warp - 1], warp - 1,
-                                                         params.call, work);
+            pass_turns<QueryWorkspace>(smem.order[warp - 1], warp - 1, params.call, work);
         } else if (kTurns && threadIdx.x % 32 == 0) {
-            take_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order, params.call, work);
+            take_turns<QueryWorkspace>(smem.order, params.call, work);
         }
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();

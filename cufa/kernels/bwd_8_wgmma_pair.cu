@@ -12,10 +12,7 @@
 // P^T and dS^T are long on their way. So the key block computes dK and dQ two tiles later; and each
 // block sends them before it does anything that nobody waits for.
 //
-// Launches: row_sums (statistics; sets the sums of dQ to zero unless the first block to add does),
-// key_tiles, round_keys (if blocks have parts of the heads or rows), round_queries (unless the last
-// block rounds); sink_gradient, if wanted. key_tiles, round_keys and round_queries begin while the
-// launch before them ends.
+// Launches: row_sums, key_tiles, round_keys, round_queries and sink_gradient, as in bwd_4_wgmma.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     two partners: 128 keys of one KV head, or all of them, 128 at a time, for all query
@@ -23,8 +20,8 @@
 //          keys, for dK or dV, and one panel of dQ
 // Shared   key block: K, a ring of STAGES Q tiles; value block: V, later panels of K, a ring of
 //          SCORE_STAGES dO tiles; both: rings of P^T and dS^T, the statistics of rows
-// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
-//          (wgmma_workspace.cuh)
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns, what a mask
+//          shows of tiles of keys (wgmma_workspace.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_8_consumer.cuh"
@@ -166,16 +163,16 @@ __device__ inline void process(Smem& smem, const Params& params, const KeyWork& 
     if (warp == 0) {
         if (threadIdx.x == 0) produce<kRole>(smem, params, work);
     } else if (kTurns && warp <= kConsumers) {
-        pass_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order[warp - 1], warp - 1, params.call,
-                                                     work);
+        pass_turns<QueryWorkspace>(smem.order[warp - 1], warp - 1, params.call, work);
     } else if (kTurns && threadIdx.x % 32 == 0) {
-        take_turns<QueryWorkspace, kBlockM, kBlockN>(smem.order, params.call, work);
+        take_turns<QueryWorkspace>(smem.order, params.call, work);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
+    SeenKeys::find<kHelperThreads>(QueryWorkspace(params.call).seen, params.call);
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 

@@ -55,11 +55,11 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
 struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
     // Raising late needs registers that windows, soft caps, functions and masks do not leave,
-    // except masks of which all rows see the same. It pays only if few later tiles have larger
+    // except masks that show all rows the same keys. It pays only if few later tiles have larger
     // scores. ALiBi raises scores from tile to tile up to the diagonal, unless the tiles begin
     // there, and a bias may raise them anywhere.
     static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kBias && !kScoreMod &&
-                                        (!kKeyMask || kRowsAlike) && (kCausal || !kAlibi);
+                                        (!kKeyMask || kKeyBits) && (kCausal || !kAlibi);
     // Otherwise a branch in one loop costs less than the size of several.
     static constexpr bool kLoopsApart = kRaisesLate;
     // This rare case decides how the compiler orders the common one. By NVRTC 13.0, eight at once
@@ -90,7 +90,13 @@ __device__ inline void find_seen(const ForwardParams& call, long long warp) {
     auto* const parts = seen_parts(call);
     unsigned int* const bits = seen_bits(call);
     if constexpr (kKeyBits) {
-        Seen::find(parts, bits, call, warp);
+        const auto store = [&](long long number, const unsigned int (&keys)[kRowWords]) {
+            RowBits<kRowWords> words;
+#pragma unroll
+            for (int i = 0; i < kRowWords; ++i) words.of[i] = keys[i];
+            words.store(bits + number * kTileWords);
+        };
+        Seen::template find<Seen::kOfGroup>(parts, call, warp, store);
     } else if (warp >= Seen::count(call)) {
         return;
     } else if constexpr (kSeenBits) {

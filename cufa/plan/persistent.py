@@ -21,7 +21,7 @@ from cufa.plan.hopper import (
     lengths_vary,
 )
 from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, Macro, Parting, Scratch
-from cufa.plan.seen import WORD_BITS, has_key_bits, seen_tiles
+from cufa.plan.seen import WORD_BITS, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.problem import BYTE_BITS, Problem
@@ -174,7 +174,7 @@ def forward_macros(
         ("CONSUMER_REGISTERS", consumer_registers),
         ("MERGES_LATER", parted is not NOT_PARTED and tiles.merges_later(problem, tiles.parts)),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
-        ("KEY_BITS", has_key_bits(problem)),
+        ("KEY_BITS", problem.features.mask_of_keys),
         ("BIAS_BOXES", has_bias_boxes(problem)),
         ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),

@@ -70,7 +70,7 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
 
     Packed sequences count as if they had the length that is typical for their tokens.
     """
-    if problem.features.key_mask:  # it is not known which blocks skip a tile of queries
+    if problem.hides_scores:  # it is not known which blocks skip a tile of queries
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, tiles):
         return Adding.ALONE

@@ -42,12 +42,6 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     return heads * row_tiles * ceil_div(problem.most_keys, keys)
 
 
-def has_key_bits(problem: Problem) -> bool:
-    """Whether a mask shows the same keys to all rows of a head, and no mask_mod hides more."""
-    mask = problem.features.mask
-    return mask is not None and mask[2] == 1 and problem.features.mask_mod is None
-
-
 @dataclass(frozen=True)
 class Seen:
     """Of what a launch finds out: its warps, and the workspace for tiles and for the bits."""

@@ -15,8 +15,8 @@ _NARROW = 128
 # Many short sequences: up to how many queries and keys, and how many heads of such ones for each SM.
 _SHORT, _MANY_HEADS = 32, 8
 # Blocks that have all keys of a KV head: up to how many keys. Rows are the queries of all heads that share
-# these. Up to how many rows they are faster with few keys, where twice as many do if no SM is idle; and under
-# a mask or a mask_mod with more keys.
+# these. Up to how many rows they are faster with few keys, where twice as many do if no SM is idle; and with
+# more keys, where a mask or a mask_mod hides scores.
 _WHOLE_KEYS, _FEW_KEYS, _ROWS_OF_FEW_KEYS, _ROWS_UNDER_MASK = 128, 64, 256, 256
 # With few keys, heads that share them are parted: up to how many queries, and how many if no SM is idle.
 _QUERIES_OF_PART, _QUERIES_OF_MANY_PARTS = 128, 256
@@ -70,7 +70,7 @@ def _is_whole(problem: Problem, device: Device) -> bool:
         few_rows = rows <= _ROWS_OF_FEW_KEYS * (1 if blocks_of_sm < 1 else 2)
         if few_rows or queries <= (_QUERIES_OF_PART if parts_of_sm < 1 else _QUERIES_OF_MANY_PARTS):
             return True
-    if problem.features.key_mask and rows <= _ROWS_UNDER_MASK:
+    if problem.hides_scores and rows <= _ROWS_UNDER_MASK:
         return True
     dims = next(limit for limit in _ROWS if _dims(problem) <= limit)
     return queries <= _FEW_QUERIES[dims] or any(
@@ -92,7 +92,7 @@ def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
 def _is_shaped(problem: Problem) -> bool:
     """Whether scores have a rule for each: a mask, a bias, a function or dropout."""
     features = problem.features
-    rules = features.key_mask, features.bias is not None, features.score_mod is not None, features.dropout
+    rules = problem.hides_scores, features.bias is not None, features.score_mod is not None, features.dropout
     return any(rules)
 
 

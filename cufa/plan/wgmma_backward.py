@@ -21,7 +21,7 @@ from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
 from cufa.plan.query_sums import Adding, few_add, query_bytes, way_of_adding
 from cufa.plan.record import Decisions, Launch, Macro, Scratch, TensorBox
-from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
+from cufa.plan.seen import seen_by_all, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_backward_tiles import (
     CONSUMER_REGISTERS,
@@ -198,7 +198,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     row_blocks = max(query_blocks, counters)  # they also zero the counter and the sums of arrays
     round_blocks = (not rounds) * query_blocks
     overlaps = row_blocks > 0
-    seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
+    seen = seen_tiles(problem, tiles.block_m, tiles.block_n) if problem.hides_scores else 0
     launches = (
         seen_launch(problem, seen, HELPER_THREADS, helper_warps),
         Launch("row_sums", row_blocks, HELPER_THREADS),
@@ -220,11 +220,13 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
         macros=(
             *common_macros(problem, cluster_blocks=kind.cluster),
             ("BLOCK_M", tiles.block_m),
+            ("BLOCK_N", tiles.block_n),
             ("STAGES", tiles.stages),
             ("PARTS", tiles.all_parts),
             ("ROW_PARTS", tiles.row_parts),
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
+            ("HIDES_KEYS", problem.hides_keys),
             ("ROUNDS", rounds),
             ("BIAS_BOXES", kind.bias_boxes),
             ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
@@ -243,6 +245,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.all_parts),
             *((Scratch("blocks added", (query_parts, kind.cluster * CONSUMERS)),) * turns),
+            *_hidden_keys(problem, tiles),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
             *array_sums(problem),
@@ -255,6 +258,13 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
         ),
         boxes=boxes,
     )
+
+
+def _hidden_keys(problem: Problem, tiles: Tiles) -> tuple[Scratch, ...]:
+    """What a mask of keys shows of their tiles, found out by row_sums."""
+    if not problem.hides_keys:
+        return ()
+    return (Scratch("seen keys", (seen_by_all(problem, tiles.block_n).tile_bytes // SUM_BYTES,)),)
 
 
 def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding) -> bool:

@@ -118,7 +118,7 @@ NEAR_TILES, NEAR = Tiles(64, CONSUMERS * WGMMA_M, 3), 64
 def _shapes_scores(problem: Problem) -> bool:
     """Whether scores or weights are more than products, which needs registers or shared memory."""
     features = problem.features
-    mods = features.score_mod is not None or features.key_mask
+    mods = features.score_mod is not None or problem.hides_scores
     return features.softcap or features.bias is not None or features.dropout or mods
 
 

@@ -26,7 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
-from cufa.plan.seen import fills_words, has_key_bits
+from cufa.plan.seen import fills_words
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -296,7 +296,7 @@ def _all_rows_alike(problem: Problem) -> bool:
     features = problem.features
     adds = features.bias is not None or features.alibi or features.score_mod is not None
     plain = not (adds or features.softcap or features.dropout or features.page_size)
-    return has_key_bits(problem) and plain and not (problem.range_mask or lengths_vary(problem))
+    return problem.features.mask_of_keys and plain and not (problem.range_mask or lengths_vary(problem))
 
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:

@@ -192,6 +192,10 @@ inline float sqrt(float x) {
 inline int __ffs(int bits) {
     return __builtin_ffs(bits);
 }
+// The number of bits that are set.
+inline int __popc(unsigned int bits) {
+    return __builtin_popcount(bits);
+}
 // The number of bits above the highest that is set; 32 if none is.
 inline int __clz(int bits) {
     return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(bits));

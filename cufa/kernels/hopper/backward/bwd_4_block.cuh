@@ -7,7 +7,7 @@
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
 constexpr int kKeyStages = KEY_STAGES;
-constexpr int kBlockN = kConsumers * kWgmmaM;
+static_assert(kBlockN == kConsumers * kWgmmaM);
 // Whether gradients leave through an outbox for each warpgroup. Otherwise warpgroups add to dQ
 // themselves, and dK and dV leave from the memory of K and V.
 constexpr bool kOutboxes = HAS_OUTBOXES;
@@ -23,7 +23,7 @@ constexpr bool kOutApart = kShortTiles && kScoresTogether;
 // are short, a mask leaves one at an end. Somebody would have to pass over their bias, too. A soft
 // cap leaves no registers for this.
 constexpr bool kPassesOver =
-    kShortTiles && kScoresTogether && kRangeMask && !kKeyMask && !kBias && !kSoftcap;
+    kShortTiles && kScoresTogether && kRangeMask && !kHidesScores && !kBias && !kSoftcap;
 // Bytes of a row of dS^T in a panel: narrow if queries would fill only part of a panel.
 constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
@@ -34,9 +34,7 @@ using QueryRows = PanelTile<kBlockM, kHeadDim>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
 using Keys = KeyOrder<kBlockN>;
-using Tiles = QueryTileRange<kBlockM, kBlockN>;
 using OwnTiles = QueryTileRange<kBlockM, kWgmmaM>;  // of a warpgroup's keys
-using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
 // Whether the warpgroups make dQ of one tile after the other in turn. Otherwise they divide a tile
@@ -59,6 +57,8 @@ struct SumsIf<true> {
 };
 using Sums = SumsIf<kWholeQueries>::type;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
+using Tiles = WorkQueryTiles<QueryWorkspace>;
+using RangeWalk = QueryWalk<Tiles>;
 struct QueryPart {
     WgmmaSums<kWholeQueries ? kHead : kBlockM> panel;  // or all panels
     WgmmaSums<kBlockM / 2> half;
@@ -149,6 +149,6 @@ __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
 }
 __device__ inline float* sums_of_arrays(const BackwardParams& call) {
     constexpr int kSeenOfSum = sizeof(float) / sizeof(SeenPart);  // that fit into one sum
-    return reinterpret_cast<float*>(seen_parts(call)) +
-           (Seen::count(call) + kSeenOfSum - 1) / kSeenOfSum;
+    const long long seen = kHidesScores ? Seen::count(call) : 0;
+    return reinterpret_cast<float*>(seen_parts(call)) + (seen + kSeenOfSum - 1) / kSeenOfSum;
 }

@@ -61,6 +61,7 @@ struct Consumer : GradientHandout {
     // taken out of the operands. Keys need not keep it, since their values become NaN.
     __device__ void clean_keys(const Tiles& tiles) {
         if (!tiles.any_masked()) return;
+        if constexpr (kHidesKeys) softmax.hide_keys(work().key_mask(params.call));
         take_out_of_keys<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
                                      smem.v[keys_at.stage][warpgroup], threadIdx.x % kWarpgroup);
         ptx::proxy_fence();
@@ -82,7 +83,7 @@ struct Consumer : GradientHandout {
     template <class Walk>
     __device__ void begin_masked(const Walk& walk) {
         clean_queries();
-        if constexpr (kKeyMask) {
+        if constexpr (kHidesScores) {
             const ScoreRules rules(params.call, work().sequence(params.call), walk.head);
             const int row = warpgroup * kWgmmaM + row_of_warp();
             softmax.find_seen(place_of(walk), rules, work().first_key + row);

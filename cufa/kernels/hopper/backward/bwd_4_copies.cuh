@@ -55,7 +55,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     const int first_row = sequence.first_q + at.tile * kBlockM;
     Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
-    if constexpr (kKeyMask) smem.ring.label(to, at.label());
+    if constexpr (kHidesScores) smem.ring.label(to, at.label());
     ptx::Barrier& full = smem.ring.announce(
         to, QueryRows::kBytes + sizeof(Statistics) + !kOutApart * OutRows::kBytes);
     ptx::Barrier& dout_full = kOutApart ? smem.dout_full[to.stage] : full;
@@ -96,7 +96,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (work.has_keys(params.call)) {
             const Tiles tiles(params.call, work);
             send_keys(smem, params, work, keys_to);
-            if constexpr (kKeyMask) {
+            if constexpr (kHidesScores) {
                 if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to, bias_to);
             } else {
                 for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {
@@ -121,8 +121,8 @@ __device__ inline void take_turns(Smem& smem, const Params& params) {
         smem.keys_ring.release(keys_at);
         if (!work.exists()) return;
         const Tiles tiles(params.call, work);
-        take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                     RangeWalk(tiles, params.call.sizes, work.part));
+        take_turns(smem.order, to, QueryWorkspace(params.call), params.call, work,
+                   RangeWalk(tiles, params.call.sizes, work.part));
     }
 }
 

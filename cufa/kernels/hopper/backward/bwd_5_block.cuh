@@ -6,7 +6,8 @@
 #include "hopper/backward/wgmma_backward.cuh"
 #include "hopper/backward/wgmma_query_walks.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
+constexpr int kBlockM = BLOCK_M, kStages = STAGES;
+static_assert(kBlockN == kWgmmaM);
 // Panels of a block's part of the head dims; each warpgroup has at least one. Beyond the head dims
 // they are zero.
 __device__ constexpr int panels_of_block(int dims) {
@@ -29,11 +30,11 @@ using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;
 using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
 using ScoreRows = PanelTile<kBlockN, kBlockM>;
 using Keys = KeyOrder<kBlockN>;
-using Tiles = QueryTileRange<kBlockM, kBlockN>;
-using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 using Sums = QuerySums<kBlockM, kClusterBlocks * kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
+using Tiles = WorkQueryTiles<QueryWorkspace>;
+using RangeWalk = QueryWalk<Tiles>;
 
 // TMA copies the bias of a tile to where P^T will be written.
 using BiasRows = BiasRowsOf<kBlockM, kWgmmaM>;

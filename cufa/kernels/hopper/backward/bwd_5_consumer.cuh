@@ -59,6 +59,7 @@ struct Consumer {
     __device__ void receive_keys(const Tiles& tiles) {
         smem.keys_ring.wait_full(keys_at);
         if (!tiles.any_masked()) return;
+        if constexpr (kHidesKeys) softmax.hide_keys(work.key_mask(params.call));
         take_out_of_keys<kConsumers * kWarpgroup>(smem.k, smem.v, threadIdx.x - kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
@@ -79,7 +80,7 @@ struct Consumer {
     // waits for memory, so it happens while products run.
     template <class Walk>
     __device__ void find_seen(const Walk& walk) {
-        if constexpr (kKeyMask) {
+        if constexpr (kHidesScores) {
             if (!walk.masked()) return;
             const ScoreRules rules(params.call, work.sequence(params.call), walk.head);
             softmax.find_seen(place_of(walk), rules, work.first_key + row_of_warp());

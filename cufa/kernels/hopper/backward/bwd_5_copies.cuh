@@ -37,7 +37,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     const QueryWorkspace workspace(params.call);
     const int first_row = sequence.first_q + at.tile * kBlockM;
     smem.q_ring.wait_empty(to);
-    if constexpr (kKeyMask) smem.q_ring.label(to, at.label());
+    if constexpr (kHidesScores) smem.q_ring.label(to, at.label());
     ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
     copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row, 0,
               first_head_col());
@@ -67,7 +67,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     do {
         send_keys(smem, params, work, keys_to);
         const Tiles tiles(params.call, work);
-        if constexpr (kKeyMask) {
+        if constexpr (kHidesScores) {
             if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
         } else {
             for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {

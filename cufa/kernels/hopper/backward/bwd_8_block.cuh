@@ -10,7 +10,8 @@
 // has V and dO: it computes dP, dS and dV.
 enum Role { kKeyBlock, kValueBlock };
 
-constexpr int kBlockM = BLOCK_M, kBlockN = kConsumers * kWgmmaM;
+constexpr int kBlockM = BLOCK_M;
+static_assert(kBlockN == kConsumers * kWgmmaM);
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 // Tiles of Q in shared memory, and of dO, P and dS. The key block makes dK and dQ of a tile kLag
 // tiles later: meanwhile P has come to the value block and dS from there.
@@ -31,8 +32,6 @@ using QueryRows = PanelTile<kBlockM, kHeadDim>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kPanelRowBytes, true>;
 using Keys = KeyOrder<kBlockN>;
-using Tiles = QueryTileRange<kBlockM, kBlockN>;
-using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
 // Each warpgroup of both blocks has a panel of dQ^T, in order. So the value block needs K, too, of
@@ -43,6 +42,8 @@ using LaterKeyRows = PanelTile<kWgmmaM, kConsumers * kPanelCols>;
 constexpr int kFirstLaterCol = kConsumers * kPanelCols;
 using Sums = QuerySums<kBlockM, kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
+using Tiles = WorkQueryTiles<QueryWorkspace>;
+using RangeWalk = QueryWalk<Tiles>;
 
 // Whether a part of a key has NaN or infinity: an element that is then NaN.
 template <int Parts>

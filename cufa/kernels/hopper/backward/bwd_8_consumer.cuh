@@ -144,6 +144,7 @@ struct KeyConsumer : PairConsumer {
         for (PendingTile& tile : pending) tile.sums = nullptr;
         lost[0] = lost[1] = false;
         if (!tiles.any_masked()) return;
+        if constexpr (kHidesKeys) softmax.hide_keys(work.key_mask(params.call));
         clean_keys(smem.keys.k[warpgroup]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -269,7 +270,9 @@ struct ValueConsumer : PairConsumer {
     __device__ void receive_keys(const Tiles& tiles) {
         pending.sums = nullptr;
         took_out = false;
-        if (tiles.any_masked()) clean_keys(smem.values.k[warpgroup]);
+        if (!tiles.any_masked()) return;
+        if constexpr (kHidesKeys) softmax.hide_keys(work.key_mask(params.call));
+        clean_keys(smem.values.k[warpgroup]);
     }
 
     // Values get NaN and infinity from dO at the end.

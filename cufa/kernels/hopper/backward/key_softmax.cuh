@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/alibi_line.cuh"
+#include "hopper/backward/hidden_keys.cuh"
 #include "hopper/backward/key_bias.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/wgmma_products.cuh"
@@ -37,9 +38,9 @@ struct KeySoftmax {
     int row_of_key;                 // the row on the diagonal at the first of the keys
     int first_row[2], rows_end[2];  // the rows that see a thread's two keys
     int query;                      // the first of a thread's two queries in each eight of a tile
-    unsigned int seen[kKeyMask ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
-    AlibiLine line;                                          // of a tile, in units of products
-    KeptScores<BlockM / 2, true> kept;                       // of a tile
+    unsigned int seen[kHidesScores ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
+    AlibiLine line;                                              // of a tile, in units of products
+    KeptScores<BlockM / 2, true> kept;                           // of a tile
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
@@ -57,6 +58,14 @@ struct KeySoftmax {
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
             this->key[half] = min(key, mask.seqlen_k - 1);
             if (kAlibi && half == 0) row_of_key = mask.row_at(key);
+        }
+    }
+
+    // Hides those of a thread's keys that a mask hides from all rows.
+    __device__ void hide_keys(const KeyMask& mask) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (!mask.shows(0, this->key[half])) first_row[half] = last_row + 1 + BlockM;
         }
     }
 
@@ -231,14 +240,14 @@ struct KeySoftmax {
     __device__ bool sees(const TilePlace& place, int row, int half) const {
         const int inside = min(row, last_row);
         bool shown = mod_sees(place.features, place.batch, place.head, inside, key[half]);
-        if constexpr (kMaskBits != 0)
+        if constexpr (kHidesScores && kMaskBits != 0)
             shown &= KeyMask(place.features, place.batch, place.head).shows(inside, key[half]);
         return shown && in_range(row, half);
     }
 
     // Whether element i of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, const TilePlace& place) const {
-        if constexpr (kKeyMask) return seen[i / 32] >> i % 32 & 1;
+        if constexpr (kHidesScores) return seen[i / 32] >> i % 32 & 1;
         return in_range(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
 
@@ -354,7 +363,7 @@ struct KeySoftmax {
     }
     // Whether element 4i + e of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
-        if constexpr (kKeyMask) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
+        if constexpr (kHidesScores) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
         const int row = i * 8 + e % 2, first = tile * BlockM + query;
         return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
     }

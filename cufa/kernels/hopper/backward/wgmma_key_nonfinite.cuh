@@ -19,7 +19,7 @@ __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& 
         const TilePlace place = {call.features, sequence.batch, head, 0};
 #pragma unroll 1
         for (int row = tiles.begin * BlockM; row < end_row; ++row) {
-            if (!kKeyMask && !tiles.masked(row / BlockM)) continue;
+            if (!kHidesScores && !tiles.masked(row / BlockM)) continue;
 #pragma unroll
             for (int i = 0; i < Cols / 2; ++i) {
                 const int col = first_col + i / 4 * 8 + softmax.query + i % 2;

@@ -5,7 +5,8 @@
 #include "call/schedule.cuh"
 #include "call/tensor.cuh"
 #include "gradients/key_sums.cuh"
-#include "scores/mask.cuh"
+#include "hopper/backward/hidden_keys.cuh"
+#include "scores/key_mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
 // The blocks of a cluster, partners, share a tile of keys, and dQ by parts of the head dims.
@@ -29,8 +30,11 @@ static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
 // Whether the block with the first keys that a tile of queries sees sets the sums, so that they
 // need not be zero.
 constexpr bool kFirstSets = kAdding != kAsTheyCome;
-static_assert(!kKeyMask || kAdding == kAsTheyCome,
+static_assert(!kHidesScores || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
+// Whether tiles of keys that a mask hides are left out. In a window, it is not known which tile
+// then sets the sums.
+constexpr bool kLeavesOutHidden = kHidesKeys && (kAdding == kAsTheyCome || !kWindow);
 // Whether blocks wait for other blocks.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
 
@@ -66,6 +70,10 @@ struct KeyWork : Lengths {
     }
     __device__ Mask mask(const BackwardParams& call) const {
         return sequence(call).mask(call.features);
+    }
+    // If a mask hides keys: which it shows.
+    __device__ KeyMask key_mask(const BackwardParams& call) const {
+        return {call.features, batch, kv_head()};
     }
     // Packed sequences have more tiles to take than tiles with keys.
     __device__ bool has_keys(const BackwardParams& call) const {

@@ -1,5 +1,5 @@
 // The tiles of queries that a block of the Hopper backward processes, and the order in which it
-// walks over them. If a mask or a mask_mod hides some, only the producer looks for those that are
+// walks over them. If a mask or a mask_mod hides scores, only the producer looks for tiles that are
 // shown; the others read the labels of the tiles that it sends.
 #pragma once
 
@@ -28,22 +28,43 @@ struct QueryTileRange {
         first_begin = first_key == 0 ? 0 : ceil_div(mask.rows_end(first_key - 1), BlockM);
     }
 
-    // Those of a block's work: one of kRowParts parts of them.
-    __device__ QueryTileRange(const BackwardParams& call, const KeyWork& work)
-        : QueryTileRange(work.mask(call), work.first_key) {
-        if constexpr (kRowParts > 1) keep_part(begin, end, work.part % kRowParts, kRowParts);
-    }
-
     __device__ bool masked(int tile) const {
         return tile < whole_begin || (kRowsEnd && tile >= whole_end);
     }
     __device__ bool any_masked() const {
-        return kKeyMask || begin < whole_begin || (kRowsEnd && whole_end < end);
+        return kHidesScores || begin < whole_begin || (kRowsEnd && whole_end < end);
     }
     // Whether no earlier tile of keys adds to this tile's dQ.
     __device__ bool first_of(int tile) const { return kFirstSets && tile >= first_begin; }
     // Whether no later tile of keys adds to this tile's dQ.
     __device__ bool last_of(int tile) const { return tile < last_end; }
+};
+
+// Those of a block's work: one of kRowParts parts of them.
+template <class Workspace>
+struct WorkQueryTiles : QueryTileRange<Workspace::kBlockM, kBlockN> {
+    using Range = QueryTileRange<Workspace::kBlockM, kBlockN>;
+    using Range::begin;
+    using Range::end;
+
+    __device__ WorkQueryTiles(const BackwardParams& call, const KeyWork& work)
+        : Range(work.mask(call), work.first_key) {
+        if (kHidesKeys && begin < end) leave_out_hidden(call, work);
+        if constexpr (kRowParts > 1) keep_part(begin, end, work.part % kRowParts, kRowParts);
+    }
+
+  private:
+    // Tiles of keys that a mask hides have no queries, except the first if it sets the sums of dQ.
+    __device__ void leave_out_hidden(const BackwardParams& call, const KeyWork& work) {
+        const SeenKeys seen = Workspace(call).seen_keys(call, work);
+        if (seen.cuts(0, work.first_key)) this->whole_begin = end;
+        if (!kLeavesOutHidden) return;
+        if (!seen.shows_any(0, work.first_key) && !KeyOrder<kBlockN>::sets_sums(work)) end = begin;
+        const Mask mask = work.mask(call);
+        const int next_key = seen.next_key(work.first_key + kBlockN, mask.seqlen_k);
+        const bool is_last = next_key >= mask.seqlen_k;
+        this->last_end = is_last ? end : mask.first_row(next_key) / Workspace::kBlockM;
+    }
 };
 
 // A walk over the tiles of queries of a part of the heads. What blocks that begin together

@@ -26,15 +26,16 @@ __device__ inline int adder_of(int warpgroup) {
 }
 
 // Waits for the turns of all warpgroups: until the blocks before this one have added their parts.
-template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
+template <int Stages, class Workspace, class Walk>
 __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
                                   RingPosition<Stages> (&to)[kConsumers],
                                   const Workspace& workspace, const BackwardParams& call,
                                   const KeyWork& work, Walk at) {
     const int first_place = workspace.first_place_of(work.sequence(call));
+    const int tiles_before = workspace.tiles_before(call, work);
     for (; !at.at_end(); at.advance()) {
-        const int first_tile = work.mask(call).first_key(at.tile * BlockM) / BlockN;
-        const unsigned int place = work.first_key / BlockN - first_tile;
+        const int first_tile = work.mask(call).first_key(at.tile * Workspace::kBlockM) / kBlockN;
+        const unsigned int place = tiles_before - first_tile;
         const unsigned int turn = kAdding == kInOrder ? place : min(place, 1u);
         const auto& added = workspace.added[workspace.place_from(first_place, at.head, at.tile)];
         for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
@@ -51,13 +52,12 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
     }
 }
 // The same for all that a block processes, if it has one tile of keys.
-template <class Workspace, int BlockM, int BlockN, int Stages>
+template <class Workspace, int Stages>
 __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers],
                                   const BackwardParams& call, KeyWork work) {
-    const QueryTileRange<BlockM, BlockN> tiles(call, work);
+    const WorkQueryTiles<Workspace> tiles(call, work);
     RingPosition<Stages> to[kConsumers];
-    take_turns<BlockM, BlockN>(order, to, Workspace(call), call, work,
-                               QueryWalk(tiles, call.sizes, work.part));
+    take_turns(order, to, Workspace(call), call, work, QueryWalk(tiles, call.sizes, work.part));
 }
 
 // Passes on the turns of one warpgroup. A whole warp waits for it: a thread that others of its warp
@@ -82,10 +82,10 @@ __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>
     }
 }
 // The same for all that a block processes, if it has one tile of keys.
-template <class Workspace, int BlockM, int BlockN, int Stages>
+template <class Workspace, int Stages>
 __device__ inline void pass_turns(OrderRing<Stages>& order, int warpgroup,
                                   const BackwardParams& call, KeyWork work) {
-    const QueryTileRange<BlockM, BlockN> tiles(call, work);
+    const WorkQueryTiles<Workspace> tiles(call, work);
     RingPosition<Stages> to;
     pass_turns(order, to, Workspace(call), warpgroup, call, work,
                QueryWalk(tiles, call.sizes, work.part));

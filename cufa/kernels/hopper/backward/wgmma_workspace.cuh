@@ -2,6 +2,7 @@
 // and counts of turns.
 #pragma once
 
+#include "hopper/backward/hidden_keys.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/backward/wgmma_key_sums.cuh"
 #include "hopper/backward/wgmma_query_sums.cuh"
@@ -15,15 +16,18 @@ constexpr bool kReusesSums = kAdding == kAlone && kRounds && !kPacked;
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
 // have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a
-// tile. From `end` on, it has what each kernel names.
+// tile; what is seen of tiles of keys, if a mask hides some. From `end` on, it has what each kernel
+// names.
 template <int BlockM, class SumsOfTile>
 struct Workspace {
     using Sums = SumsOfTile;
+    static constexpr int kBlockM = BlockM;
 
     float* sums;
     RowStatistics<BlockM>* rows;
     WgmmaKeySums key_sums;
     unsigned int (*added)[kAdders];
+    SeenKeys::Part* seen;
     unsigned int* end;
     int heads, tiles;  // tiles of one head; of packed sequences, of all of them
 
@@ -37,9 +41,18 @@ struct Workspace {
         key_sums = {{reinterpret_cast<float*>(rows + count), call.sizes}};
         added =
             reinterpret_cast<unsigned int (*)[kAdders]>(key_sums.data + KeySums::count(call.sizes));
-        end = added[kTurns ? count : 0];
+        seen = added[kTurns ? count : 0];
+        end = seen + SeenKeys::count(call);
     }
 
+    __device__ SeenKeys seen_keys(const BackwardParams& call, const KeyWork& work) const {
+        return {seen, call, work.sequence(call), work.kv_head()};
+    }
+    // The tiles of keys before that of `work`, but not those left out.
+    __device__ int tiles_before(const BackwardParams& call, const KeyWork& work) const {
+        if constexpr (kLeavesOutHidden) return seen_keys(call, work).before(work.first_key);
+        return work.first_key / kBlockN;
+    }
     // The index of a tile of a sequence, the inverse of row_tile. A grid has a block for each tile,
     // so an int suffices.
     __device__ int place_of(const Sequence& sequence, int head, int tile) const {

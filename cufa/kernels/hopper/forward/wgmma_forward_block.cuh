@@ -4,12 +4,13 @@
 #pragma once
 
 #include "hopper/forward/row_bias.cuh"
-#include "hopper/forward/seen_columns.cuh"
+#include "hopper/forward/seen_bits.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/forward/work_tiles.cuh"
 #include "hopper/labelled_ring.cuh"
 #include "hopper/wgmma_pages.cuh"
 #include "scores/kept_scores.cuh"
+#include "scores/seen_columns.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;

@@ -17,7 +17,7 @@ from tolerance import DTYPES, assert_attention, assert_gradients
 
 import cufa
 from cufa.kernels import KERNELS
-from cufa.problem import FLOAT8, MAX_HEAD_DIM
+from cufa.problem import FLOAT8, MAX_HEAD_DIM, four_axes
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,8 @@ UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
 PAIRED_KERNEL = "bwd_5_wgmma_wide"
 # Those that add to dQ in order where all tiles of queries are worked on, but not where a mask hides some.
 UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_6_float32", "bwd_7_float32_wide")
+# One that takes only masks that are the same for all queries that share a key.
+KEY_MASK_KERNEL = "bwd_8_wgmma_pair"
 # For those kernels that take no others.
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
 WIDEST_SHAPES = [(203, 330, 576, 512), (333, 201, 72, 320), (65, 700, 264, 512), (300, 300, 512, 512)]
@@ -75,7 +77,7 @@ def draw(rng, kernel, dtype, features):
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]
     page_sizes = PAGE_SIZES if KERNELS[kernel].only_arch is None else HOPPER_PAGE_SIZES
-    return draw_case(
+    case = draw_case(
         *(rng, dtype, features),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -83,6 +85,10 @@ def draw(rng, kernel, dtype, features):
         head_dim_v=head_dim_v,
         page_sizes=page_sizes,
     )
+    if kernel == KEY_MASK_KERNEL and "mask" in case.arrays:
+        mask = case.arrays["mask"]
+        case.arrays["mask"] = mask.reshape(four_axes(mask.shape))[:, :1, :1]
+    return case
 
 
 @pytest.mark.parametrize("features", FORWARD_SETS, ids=name_of)

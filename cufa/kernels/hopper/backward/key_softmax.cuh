@@ -262,12 +262,9 @@ struct KeySoftmax {
 
     // Whether a row sees one of the thread's two keys, by the range of rows alone.
     __device__ bool in_range(int row, int half) const {
-        if constexpr (kAllOrNone) return first_row[half] == 0;
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
     }
 
-    // Whether a key is seen by all rows or by none.
-    static constexpr bool kAllOrNone = !kRangeMask && !kRowsEnd;
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
 
     // Calls use_slopes(first of 16 queries, their slopes).
@@ -367,7 +364,6 @@ struct KeySoftmax {
     // Whether element 4i + e of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
         if constexpr (kHidesScores) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
-        if constexpr (kAllOrNone) return first_row[e / 2] == 0;
         const int row = i * 8 + e % 2, first = tile * BlockM + query;
         return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
     }

@@ -299,6 +299,16 @@ def test_gradients_under_a_mask_of_keys(rng, monkeypatch, kernel, dtype, dims, w
     assert_gradients(gradients, case.problem, **case.backward)
 
 
+def test_gradients_under_a_mask_of_the_keys_of_each_head(rng):
+    sizes = {"seqlen_q": 70, "seqlen_k": 300, "head_dim": 64, "head_dim_v": 64, "heads": 2, "kv_heads": 2}
+    case = draw_case(rng, "float16", set(), **sizes)
+    mask = rng.random((1, 2, 1, 300)) < 0.7
+    mask[:, 0, :, 128:256] = False
+    case.arrays["mask"] = mask
+    hide_nan(case)
+    assert_gradients(gradients_of("bwd_4_wgmma", case), case.problem, **case.backward)
+
+
 # The heads that share keys, and rows that see them, in parts: where dQ is added from registers, by copies and
 # by two warpgroups for a part of the dims each; sequences packed, with unused keys, and of one length.
 PARTED = [

@@ -233,15 +233,15 @@ def attention(
         NVRTCMissingError: a GPU without NVRTC; the message says what to install.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
-    check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)
-    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    # A call of a check takes longer than to see that there is nothing to check, as in most calls.
+    if not ((return_lse is True or return_lse is False) and return_attn_probs is False):
+        check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)
+    if not (q_descale is k_descale is v_descale is None):
+        check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
-    asked = _asked(
-        *(causal, window, values, layout, precision, mods),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    longest = max_seqlen_q, max_seqlen_k
+    asked = _asked(causal, window, values, layout, precision, mods, longest)
     optional = {
         "bias": bias,
         "mask": mask,
@@ -254,11 +254,10 @@ def attention(
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k,
         "block_table": block_table,
-        **mods.arrays,
         "out": out,
         "lse": lse,
     }
-    call = Call("forward", {"q": q, "k": k, "v": v, **_given(optional)}, asked, backend)
+    call = Call("forward", {"q": q, "k": k, "v": v, **mods.arrays, **_given(optional)}, asked, backend)
     scale = _scale_of(call.problem, softmax_scale, values)
     call.want("out")
     if return_lse or return_attn_probs or lse is not None:
@@ -444,11 +443,8 @@ def attention_backward(
         of_features += ("score_mod",)
         of_arrays = mods.array_gradients(dscore_mod)
     named_of_arrays = {name: output for name, output in of_arrays if name is not None}
-    asked = _asked(
-        *(causal, window, values, layout, precision, mods, deterministic, of_features),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    longest = max_seqlen_q, max_seqlen_k
+    asked = _asked(causal, window, values, layout, precision, mods, longest, deterministic, of_features)
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
         "dlse": dlse,
@@ -618,11 +614,8 @@ def plan(
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed, offset)
-    asked = _asked(
-        *(causal, window, values, layout, precision, mods, deterministic, gradients),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    longest = max_seqlen_q, max_seqlen_k
+    asked = _asked(causal, window, values, layout, precision, mods, longest, deterministic, gradients)
     known = known_of(direction, described, asked)
     _scale_of(known.problem, softmax_scale, values)
     device = target(arch, for_plan_only=True)
@@ -683,24 +676,21 @@ def _asked(
     layout: str,
     precision: str,
     mods: Mods,
+    longest: tuple[int | None, int | None] = (None, None),
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
 ) -> Asked:
     """The options that a kernel is planned for. Of softcap and dropout, only whether they are on.
 
     They are part of a cache's key, in which 1.0 equals 1. Options that may be 1 but not 1.0 are checked here.
     """
-    # All calls come by here, and a call of `check_flags` takes longer.
+    # As in `attention`, checks are only called if there is something to check.
     if not ((causal is True or causal is False) and (deterministic is True or deterministic is False)):
         check_flags(causal=causal, deterministic=deterministic)
     if window is not None:
         window = check_window(window)
-    if max_seqlen_q is not None:
-        max_seqlen_q = check_longest("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        max_seqlen_k = check_longest("max_seqlen_k", max_seqlen_k)
+    if not (longest[0] is longest[1] is None):
+        longest = check_longest("max_seqlen_q", longest[0]), check_longest("max_seqlen_k", longest[1])
     return (
         causal,
         window,
@@ -711,6 +701,5 @@ def _asked(
         layout,
         precision,
         *(mods.written_with_gradients if "score_mod" in gradients else mods.written),
-        max_seqlen_q,
-        max_seqlen_k,
+        *longest,
     )

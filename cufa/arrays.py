@@ -116,11 +116,14 @@ def moved(adopted: Adopted, backend: str | None) -> Adopted:
 
 def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
     """Convert arrays to NumPy or CuPy, on the side where they are; raises what `adopt` does."""
-    kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
-    if len(kinds) == 1 and cupy_ndarray in kinds:
+    for array in named.values():
+        if type(array) is not cupy_ndarray:
+            break
+    else:
         arrays = dict(named)
         return Adopted(arrays, arrays, True, _unchanged, *_describe_on_current_gpu(arrays))
+    kinds = set(map(type, named.values()))
     if not all(issubclass(kind, np.ndarray) for kind in kinds):
         check_same_kind(named)
 

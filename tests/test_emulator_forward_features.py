@@ -137,7 +137,7 @@ def test_what_a_mask_shows_of_tiles(rng, monkeypatch, in_bits):
     workspaces = []
     make = calls._workspace
     monkeypatch.setattr(calls, "_workspace", lambda plan: workspaces.append(make(plan)) or workspaces[-1])
-    shapes = [(2, 2, 70, 128), (1, 1, 70, 128), (2, 1, 70, 104), (1, 2, 1, 128)]
+    shapes = [(2, 2, 70, 128), (1, 1, 70, 128), (2, 1, 70, 104)]
     if not in_bits:  # of the last byte of bits, keys past the end count
         shapes += [(1, 2, 70, 101), (2, 1, 70, 98)]
     for of_batch, of_heads, rows, keys in shapes:
@@ -148,6 +148,33 @@ def test_what_a_mask_shows_of_tiles(rng, monkeypatch, in_bits):
         by_head = parts.repeat(3 // parts.shape[2], axis=2).swapaxes(0, 1)
         np.testing.assert_array_equal(workspaces[-1].view(np.uint16)[: by_head.size], by_head.ravel())
         assert workspaces[-1].nbytes < by_head.size * 2 + 4
+
+
+# The mask's sequences and heads: with a bit for each key, the range of each row is tested apart.
+@pytest.mark.parametrize(
+    ("dtype", "keys_of_tile", "front", "features"),
+    [
+        ("float16", 64, (2, 2), ()),
+        ("float32", 32, (2, 1), ("seqused_k", "dropout")),
+        ("float64", 32, (1, 2), ("mask_bits",)),
+        ("bfloat16", 96, (1, 1), ("packed",)),
+        ("float16", 128, (2, 1), ("window", "seqused_k", "softcap")),
+        ("float64", 32, (2, 1), ("causal",)),
+        ("float32", 64, (1, 2), ("packed", "causal")),
+        ("bfloat16", 32, (1, 1), ("causal", "alibi_slopes")),
+        ("float16", 64, (2, 2), ("bias", "sink")),
+    ],
+    ids=str,
+)
+def test_a_mask_of_keys(rng, dtype, keys_of_tile, front, features):
+    case = cases.draw_case(rng, dtype, {*features} - {"mask_bits"}, seqlen_q=70, seqlen_k=300, **cases.SIZES)
+    keys = case.problem.k.shape[-3]
+    mask = rng.random((*front, 1, keys)) < 0.7
+    mask[..., 128:256] = rng.integers(2)  # tiles that nothing cuts
+    mask[-1, ..., :40] = False
+    in_bits = "mask_bits" in features
+    case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
+    check("fwd_5_mma", case, tiles={"block_m": 32, "block_n": keys_of_tile, "threads": 64})
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)

@@ -34,20 +34,21 @@
 // on exit the next K. Its pages are looked up while products run. Whether the tile is masked is
 // tested at run time: a second copy of this code for whole tiles would cost registers.
 __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, Source& source,
-                              int first_row, int first_key, int step, bool cut) {
+                              const Seen& seen_keys, int first_row, int first_key, int step) {
     const int keys_end = source.tiles.end;
-    const bool masked = source.tiles.masked(first_key, cut);
+    const bool masked = source.tiles.masked(first_key, seen_keys.cuts(first_row, first_key));
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
     source.copy_v(smem, first_key, copying_thread());
     source.look_up_pages(first_key + step);
-    const SeenScores seen(rules, first_row, first_key, masked);
+    const SeenScores seen(seen_keys, rules, first_row, first_key, masked);
     Scores s;
     out.begin(s);
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
 
     ptx::wait_copies();
+    if (kRowsAlike && masked) seen.clear_copied_values(smem);
     __syncthreads();  // V is there, and every warp is done with this K
     if (first_key + step < keys_end) source.copy_k(smem, first_key + step, copying_thread());
     out.exponentiate(s, scale_log2(rules), smem);
@@ -87,9 +88,7 @@ __device__ inline void write_output(Output& out, const Smem& smem, const Forward
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     seen_tiles(const __grid_constant__ ForwardParams params) {
-    const long long tile = warp_of_grid<kThreads>();
-    if (kKeyMask && tile < Seen::count(params))
-        Seen::find(static_cast<SeenPart*>(params.workspace), params, tile);
+    Seen::find(params, warp_of_grid<kThreads>());
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if constexpr (!kFolded) take_scale(smem, rules);  // any later, ptxas would spill on Blackwell
     Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
     const int keys_end = source.tiles.end;
-    const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
+    const Seen seen(params, sequence, head);
     int begin = source.tiles.begin, step = kBlockN;
     if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, keys_end);
     source.look_up_pages(begin);
@@ -127,11 +126,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     int number = 0;
     for (int key = begin; key < keys_end; key += step) {
         if constexpr (kKeyMask) step = seen.next_key(first_row, key + kBlockN, keys_end) - key;
-        const bool cut = seen.cuts(first_row, key);
         if constexpr (kHandsOver) {
-            attend_in_turn(out, smem, rules, source, first_row, key, step, cut, number++);
+            attend_in_turn(out, smem, rules, source, seen, first_row, key, step, number++);
         } else {
-            attend(out, smem, rules, source, first_row, key, step, cut);
+            attend(out, smem, rules, source, seen, first_row, key, step);
         }
     }
     ptx::wait_copies();

@@ -28,7 +28,14 @@ from cufa.plan.choice import (
 )
 from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time, with_features
 from cufa.plan.record import Decisions, Launch, Macro
-from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
+from cufa.plan.seen import (
+    check_masked_keys,
+    has_key_bits,
+    scratch_of,
+    seen_by_all,
+    seen_by_row,
+    seen_launch,
+)
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import round_up
@@ -284,16 +291,24 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)
-    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
+    key_bits = has_key_bits(problem, sizes)
+    if key_bits:
+        seen = seen_by_all(problem, sizes.block_n)
+    else:
+        seen = seen_by_row(problem, sizes.block_m, sizes.block_n, with_bits=False)
     launches = (
-        seen_launch(problem, seen, sizes.threads, sizes.warps),
+        seen_launch(problem, seen.warps, sizes.threads, sizes.warps),
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
     )
     return Decisions(
         tiles=sizes_of(sizes),
-        macros=(*macros_of(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
+        macros=(
+            *macros_of(problem, chosen),
+            ("HANDS_OVER", int(hands_over_keys(problem, device))),
+            ("KEY_BITS", int(key_bits)),
+        ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
-        scratch=seen_scratch(problem, seen),
+        scratch=scratch_of(problem, seen),
         reasons=chosen.reasons,
     )
 

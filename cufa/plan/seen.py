@@ -33,6 +33,11 @@ def fills_words(problem: Problem, tiles: TileSizes) -> bool:
     return problem.features.mask is None or tiles.block_n % WORD_BITS == 0
 
 
+def has_key_bits(problem: Problem, tiles: TileSizes) -> bool:
+    """Whether the launch finds out about tiles of keys, for all rows, and has a bit for each key."""
+    return problem.features.mask_of_keys and fills_words(problem, tiles)
+
+
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """The number of tiles of scores that the launch looks at: seen_tiles.cuh's count."""
     if not problem.features.key_mask:
@@ -91,5 +96,10 @@ def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launc
 
 def seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
     """Workspace for what is known about this many tiles."""
-    elements = ceil_div(tiles * SEEN_PART_BYTES, problem.accumulator.itemsize)
-    return (Scratch("seen tiles", (elements,)),) if tiles else ()
+    return scratch_of(problem, Seen(tiles, tiles * SEEN_PART_BYTES, 0))
+
+
+def scratch_of(problem: Problem, seen: Seen) -> tuple[Scratch, ...]:
+    """Workspace for what is found out."""
+    nbytes = seen.words * WORD_BITS // BYTE_BITS + seen.tile_bytes
+    return (Scratch("seen tiles", (ceil_div(nbytes, problem.accumulator.itemsize),)),) if nbytes else ()

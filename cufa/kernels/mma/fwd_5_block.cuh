@@ -4,7 +4,7 @@
 
 #include "mma/handover.cuh"
 #include "mma/mma_products.cuh"
-#include "scores/seen_tiles.cuh"
+#include "scores/seen_key_bits.cuh"
 #include "softmax/exp2_table.cuh"
 
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
@@ -87,8 +87,29 @@ struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
     }
 };
 
-// What a mask shows of each tile of scores.
-using Seen = SeenTiles<kBlockM, kBlockN>;
+// What a mask or a mask_mod shows of each tile of scores; or, with KEY_BITS, what a mask of which
+// all rows see the same shows of each tile of keys, and which keys these are.
+constexpr bool kKeyBits = KEY_BITS;
+// Whether all rows of a tile see the same keys.
+constexpr bool kRowsAlike = kKeyBits && !kRangeMask;
+template <bool KeyBits, int Rows, int Keys>
+struct SeenOf : SeenTiles<Rows, Keys> {
+    using Tiles = SeenTiles<Rows, Keys>;
+
+    __device__ SeenOf(const ForwardParams& params, const Sequence& sequence, int head)
+        : Tiles(static_cast<SeenPart*>(params.workspace), params, sequence, head) {}
+
+    // Finds out about a tile, by one warp of the grid.
+    __device__ static void find(const ForwardParams& params, long long warp) {
+        if (kKeyMask && warp < Tiles::count(params))
+            Tiles::find(static_cast<SeenPart*>(params.workspace), params, warp);
+    }
+};
+template <int Rows, int Keys>
+struct SeenOf<true, Rows, Keys> : SeenKeyBits<Keys> {
+    using SeenKeyBits<Keys>::SeenKeyBits;
+};
+using Seen = SeenOf<kKeyBits, kBlockM, kBlockN>;
 
 // Whether accumulators leave so few registers that ptxas, which loads operands ahead of all
 // unrolled steps, would spill. Where a mask cuts tiles, P is rounded early and ptxas does not

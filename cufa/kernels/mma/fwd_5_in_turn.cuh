@@ -9,12 +9,12 @@
 // K. Where a mask cuts, a thread takes NaN out of the part of V that it copied before announcing
 // it.
 __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
-                                      Source& source, int first_row, int first_key, int step,
-                                      bool cut, int number) {
+                                      Source& source, const Seen& seen_keys, int first_row,
+                                      int first_key, int step, int number) {
     constexpr int kHalf = decltype(smem.q)::kCols / kMmaK / 2 * kMmaK;
     const int next_key = first_key + step, keys_end = source.tiles.end;
-    const bool masked = source.tiles.masked(first_key, cut);
-    const SeenScores seen(rules, first_row, first_key, masked);
+    const bool masked = source.tiles.masked(first_key, seen_keys.cuts(first_row, first_key));
+    const SeenScores seen(seen_keys, rules, first_row, first_key, masked);
     Scores s;
     out.begin(s);
     smem.keys.wait_whole(number);
@@ -29,7 +29,11 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     smem.keys.release();
     if (kCutTiles && masked) {
         ptx::wait_copies();
-        smem.note_nonfinite(clear_copied_nonfinite<kThreads, kValueDim>(smem.v));
+        if constexpr (kRowsAlike) {
+            seen.clear_copied_values(smem);
+        } else {
+            smem.note_nonfinite(clear_copied_nonfinite<kThreads, kValueDim>(smem.v));
+        }
         smem.values.announce_copied();
     }
     apply(rules, s, seen, first_row, first_key, masked);

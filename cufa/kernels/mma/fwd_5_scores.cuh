@@ -7,16 +7,22 @@
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
-// The keys of a lane's scores that a row sees: one bit each or, if they are a range, its beginning
-// and end relative to the lane's first key.
+// The keys of a lane's scores that a row sees: one bit each, or a range, from its beginning to its
+// end relative to the lane's first key; with kKeyBits both, where a bit is one of the tile's keys.
 struct SeenOfRow {
-    unsigned int bits;
+    using Bits = RowBits<kKeyBits ? kBlockN / kWordKeys : 1>;
+    Bits bits;
     int begin = 0, end = 0;
 
     __device__ bool at(int n, int e) const {
-        if constexpr (kKeyMask) return bits >> (2 * n + e) & 1;
         const int key = n * kMmaN + e;
-        return key < end && (!kWindow || key >= begin);
+        if constexpr (kKeyBits) {
+            const unsigned int of_lane = bits.of[key / kWordKeys] >> fragment_col(0, 0);
+            if (!(of_lane >> key % kWordKeys & 1)) return false;
+        } else if constexpr (kKeyMask) {
+            return bits.of[0] >> (2 * n + e) & 1;
+        }
+        return kRowsAlike || (key < end && (!kWindow || key >= begin));
     }
 };
 
@@ -24,10 +30,15 @@ struct SeenOfRow {
 // wait for all of it, and kept as one bit per score.
 class SeenScores {
   public:
-    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
+    // `seen_keys` is a Seen.
+    template <class SeenKeys>
+    __device__ SeenScores(const SeenKeys& seen_keys, const ScoreRules& rules, int first_row,
+                          int first_key, bool masked)
         : rules(rules), first_row(first_row), first_key(first_key) {
         if (!kKeyMask || !masked) return;
-        if (kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN)) {
+        if constexpr (kKeyBits) {
+            bits[0][0] = seen_keys.of_tile(first_key);
+        } else if (kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN)) {
             read_mask();
         } else {
             ask();
@@ -35,19 +46,28 @@ class SeenScores {
     }
 
     __device__ SeenOfRow of_row(int m, int half) const {
-        if constexpr (kKeyMask) return {bits[m][half]};
+        const SeenOfRow::Bits& of_row = bits[m % kTilesApart][half % kHalvesApart];
+        if constexpr (kRowsAlike || (kKeyMask && !kKeyBits)) return {of_row};
         // Rows past the end may see any key: they are not written.
         if constexpr (!kCutTiles) {
             const int own = ptx::anew(threadIdx.x) % 4 * 2;  // fragment_col, but in no register
-            return {0, 0, rules.mask.seqlen_k - first_key - own};
+            return {{}, 0, rules.mask.seqlen_k - first_key - own};
         }
         const int lanes_first = fragment_col(first_key, 0);
         const int row = first_row + row_of(m, half);
-        return {0, rules.mask.first_key(row) - lanes_first, rules.mask.keys_end(row) - lanes_first};
+        return {of_row, rules.mask.first_key(row) - lanes_first,
+                rules.mask.keys_end(row) - lanes_first};
+    }
+
+    // Zeroes those values, among the ones that the thread has copied, of which no row sees the key.
+    __device__ void clear_copied_values(Smem& smem) const {
+        clear_copied_rows<kThreads, kValueDim>(smem.v, bits[0][0]);
     }
 
   private:
     static_assert(!kKeyMask || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+    // Those of a lane's rows that have bits of their own.
+    static constexpr int kTilesApart = kKeyBits ? 1 : kTiles, kHalvesApart = kKeyBits ? 1 : 2;
 
     __device__ void read_mask() {
         MaskOfQuery<kBlockN> rows[kTiles][2];
@@ -61,7 +81,7 @@ class SeenScores {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = first_row + row_of(m, half);
-                rows[m][half].look(bits[m][half], rules.mask, row, first_key);
+                rows[m][half].look(bits[m][half].of[0], rules.mask, row, first_key);
             }
     }
 
@@ -70,18 +90,19 @@ class SeenScores {
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                bits[m][half] = 0;
+                unsigned int seen = 0;
 #pragma unroll
                 for (int n = 0; n < kBlockN / kMmaN; ++n) {
                     const int row = first_row + row_of(m, half), key = fragment_col(first_key, n);
-                    bits[m][half] |= rules.sees_two(row, key) << 2 * n;
+                    seen |= rules.sees_two(row, key) << 2 * n;
                 }
+                bits[m][half].of[0] = seen;
             }
     }
 
     const ScoreRules& rules;
     int first_row, first_key;
-    unsigned int bits[kTiles][2];
+    SeenOfRow::Bits bits[kTilesApart][kHalvesApart];
 };
 
 // Turns products into scores by the call's rules. Scores of keys that a row does not see become

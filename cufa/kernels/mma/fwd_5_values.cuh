@@ -64,13 +64,15 @@ __device__ inline void add_nonfinite(Output& out, const KeyMatrix<const scalar_t
 __device__ inline void weigh_values(Output& out, Scores& p, Smem& smem, const ScoreRules& rules,
                                     int first_row, int first_key, int keys_end, bool masked) {
     if constexpr (kDropout) drop(rules, p, first_row, first_key);
-    if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
+    // Where all rows see the same keys, the values of others are zero.
+    constexpr bool kTakesOut = kCutTiles && !kRowsAlike;
+    if constexpr (kTakesOut && sizeof(scalar_t) == 2) {
         // Rounded, P takes half the registers; the search for NaN needs some.
         const LeftStrip<kTiles, kBlockN> rounded(p);
         if (masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
         rounded.template add_product_with<kDims>(out.o, smem.v, warp_col());
     } else {
-        if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
+        if (kTakesOut && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
         // Keys past the end are skipped. This also keeps ptxas from splitting the operands of all
         // steps ahead.
         const int keys = kLongSteps ? keys_end - first_key : kBlockN;

@@ -125,6 +125,24 @@ __device__ inline bool clear_copied_nonfinite(Tile& tile) {
     return found;
 }
 
+// Zeroes those rows that a thread itself has copied to a tile and waited for of which `seen` has no
+// bit.
+template <int Threads, int Cols, class Tile, class Bits>
+__device__ inline void clear_copied_rows(Tile& tile, const Bits& seen) {
+    using Copies = RowCopies<Threads, Cols, scalar_t>;
+    using Chunk = Pack<scalar_t, Copies::kChunk>;
+    const int first_row = threadIdx.x / Copies::kRowThreads;
+    const int first_col = threadIdx.x % Copies::kRowThreads * Copies::kChunk;
+    if (first_row >= Copies::kRowsAtOnce) return;
+#pragma unroll
+    for (int rows = 0; rows < Tile::kRows; rows += Copies::kRowsAtOnce) {
+        const int row = rows + first_row;
+        if (row >= Tile::kRows || seen.has(row)) continue;
+        for (int col = first_col; col < Cols; col += Copies::kRowThreads * Copies::kChunk)
+            *reinterpret_cast<Chunk*>(tile.at(row, col)) = Chunk{};
+    }
+}
+
 // Whether this thread, one of Threads that search together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = threadIdx.x) {

@@ -55,7 +55,7 @@ class SeenColumns : SeenHeads {
     }
 
     // The first key of the first tile from `key` on of which some is seen, or `end` or more.
-    __device__ int next_key(int key, int end) const {
+    __device__ int next_key(int, int key, int end) const {
         for (; key < end; key = (key / Keys / kTiles + 1) * kTiles * Keys) {
             const int tile = key / Keys;
             const Part seen = parts[tile / kTiles * 2] >> tile % kTiles;
@@ -78,6 +78,12 @@ class SeenColumns : SeenHeads {
     // The number, among the tiles of all heads, of the tile with this key.
     __device__ long long number(const Part*, int, int key) const {
         return tiles_before + key / Keys;
+    }
+
+    // The number of tiles of all heads.
+    template <class Params>
+    __device__ static long long all_tiles(const Params& params) {
+        return matrices(params) * tiles(params);
     }
 
     // The number of warps that find out about all tiles.

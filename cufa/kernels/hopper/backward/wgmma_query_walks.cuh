@@ -61,7 +61,7 @@ struct WorkQueryTiles : QueryTileRange<Workspace::kBlockM, kBlockN> {
         if (!kLeavesOutHidden) return;
         if (!seen.shows_any(0, work.first_key) && !KeyOrder<kBlockN>::sets_sums(work)) end = begin;
         const Mask mask = work.mask(call);
-        const int next_key = seen.next_key(work.first_key + kBlockN, mask.seqlen_k);
+        const int next_key = seen.next_key(0, work.first_key + kBlockN, mask.seqlen_k);
         const bool is_last = next_key >= mask.seqlen_k;
         this->last_end = is_last ? end : mask.first_row(next_key) / Workspace::kBlockM;
     }

@@ -7,36 +7,7 @@
 #include "hopper/wgmma_products.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "scores/mask_tiles.cuh"
-
-constexpr int kWordKeys = 32;  // of a row, in a word; a row's words are adjacent
-
-// The bits of a row, moved by as few instructions as possible.
-template <int Words>
-struct RowBits {
-    unsigned int of[Words];
-
-    __device__ void load(const unsigned int* row) {
-#pragma unroll
-        for (int i = 0; i < Words; i += kAtOnce) {
-            const Chunk chunk = *reinterpret_cast<const Chunk*>(row + i);
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) of[i + e] = chunk[e];
-        }
-    }
-    __device__ void store(unsigned int* row) const {
-#pragma unroll
-        for (int i = 0; i < Words; i += kAtOnce) {
-            Chunk chunk;
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) chunk[e] = of[i + e];
-            *reinterpret_cast<Chunk*>(row + i) = chunk;
-        }
-    }
-
-  private:
-    static constexpr int kAtOnce = min_of(Words & -Words, 4);
-    using Chunk = Pack<unsigned int, kAtOnce>;
-};
+#include "scores/row_bits.cuh"
 
 // Writes a tile's bits by testing each score, one key per lane. Inside: all rows are in the
 // sequence, and all keys are in the range of each row.

@@ -293,6 +293,44 @@ def test_tiles_that_a_mask_hides(rng, deterministic):
         check("bwd_3_mma", case, deterministic=deterministic)
 
 
+# Keys are hidden in the ways that blocks process them: with warps that share rows, that hand tiles on, with a
+# head in parts, with whole heads, more of their keys than the call says, and with dQ in blocks of its own.
+@pytest.mark.parametrize(
+    ("dtype", "tiles", "features", "options"),
+    [
+        ("float16", TILES["bwd_3_mma"], (), {}),
+        ("float16", TILES["bwd_3_mma"], ("window", "dbias"), {"deterministic": True}),
+        ("float16", TILES["bwd_3_mma"] | {"parts": 2}, ("seqused_k", "dsink"), {}),
+        ("bfloat16", SHARED_ROWS, ("seqused_k", "dropout"), {"deterministic": True}),
+        ("bfloat16", ONE_STAGE, ("packed",), {"max_seqlen_k": 32}),
+        ("bfloat16", WHOLE_HEADS, ("dsink", "softcap"), {}),
+        ("float16", WHOLE_HEADS, ("packed", "causal"), {}),
+        ("float32", EIGHT_COLUMNS, ("dlse",), {}),
+        ("float64", TILES["bwd_3_mma"], (), {}),
+        ("float64", TILES["bwd_3_mma"], ("causal", "mask_bits"), {}),
+    ],
+    ids=str,
+)
+def test_a_mask_of_keys(rng, dtype, tiles, features, options):
+    lengths = {"seqlen_q": 40, "seqlen_k": 60 if tiles is WHOLE_HEADS else 130, "batch": 3}
+    case = cases.draw_case(rng, dtype, {*features} - {"mask_bits"}, **cases.SIZES | lengths)
+    sequences, keys = (1 if "packed" in features else 3), case.problem.k.shape[-3]
+    shown = rng.choice([0.0, 0.5, 1.0], (sequences, 1, 1, keys // 32 + 1))
+    shown[0, ..., :2] = 0, 1
+    shown[1:2] = 0  # nothing is seen
+    mask = rng.random((sequences, 1, 1, keys)) < np.repeat(shown, 32, axis=-1)[..., :keys]
+    in_bits = "mask_bits" in features
+    case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
+    check("bwd_3_mma", case, tiles=tiles, **options)
+
+
+def test_a_mask_of_the_keys_of_each_head(rng):
+    sizes = cases.SIZES | {"heads": 2, "kv_heads": 2}
+    case = cases.draw_case(rng, "float16", (), seqlen_q=40, seqlen_k=70, **sizes)
+    case.arrays["mask"] = rng.random((2, 2, 1, 70)) < 0.5
+    check("bwd_3_mma", case)
+
+
 def test_queries_in_one_stage(rng):
     """The next ones come while dQ is multiplied, also where NaN has been taken out of this tile."""
     case = cases.draw_case(rng, "float16", ("causal",), seqlen_q=70, seqlen_k=90, **cases.SIZES)

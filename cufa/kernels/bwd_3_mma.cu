@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (kSkipsTiles) {
         const Workspace workspace(params);
         const long long tile = warp_of_grid<kThreads>();
-        const long long of_keys = SeenOfKeys::count(params);
+        const long long of_keys = Workspace::keys_seen(params);
         if (tile < of_keys) {
             SeenOfKeys::find(workspace.seen, params, tile);
         } else if (tile < Workspace::seen_tiles(params)) {

@@ -109,6 +109,7 @@ def bias_gradient(problem: Problem, device: Device) -> Decisions:
             *macros_of(problem, chosen),
             *gradient_macros(problem),
             ("SPLIT", 1),
+            ("HIDES_KEYS", False),
             ("PARTS", parts),
             ("ROWS_SHARE", rows_share),
         ),

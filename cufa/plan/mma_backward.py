@@ -269,7 +269,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     shares_queries = not whole and not owns_queries
     sums_queries = shares_queries or (whole and problem.features.packed)
     keeps_stats = not whole or problem.features.sink
-    seen = 0 if whole else seen_tiles(problem, sizes.block_m, sizes.block_n)
+    skips_queries = not whole and problem.hides_scores
+    seen = seen_tiles(problem, sizes.block_m, sizes.block_n) if skips_queries else 0
     if owns_queries:
         seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (
@@ -287,6 +288,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
             *macros_of(problem, chosen),
             *gradient_macros(problem),
             ("ROW_PARTS", 1),
+            ("HIDES_KEYS", problem.hides_keys),
             ("WHOLE_HEADS", int(whole)),
             ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
             ("SINK_SMEM_BYTES", sink_launch(problem, sizes.threads, sizes.warps).smem_bytes),

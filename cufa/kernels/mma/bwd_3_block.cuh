@@ -19,7 +19,8 @@ constexpr bool kSharesQueries = !kOwnsQueries && !kWholeHeads;
 constexpr bool kSumsQueries = kSharesQueries || (kWholeHeads && kPacked);
 // Whether a launch finds the tiles that a mask hides. Blocks with whole heads have few tiles, and
 // all of their rows of dQ to write.
-constexpr bool kSkipsTiles = kKeyMask && !kWholeHeads;
+constexpr bool kSkipsQueries = kKeyMask && !kHidesKeys && !kWholeHeads;  // for their keys
+constexpr bool kSkipsTiles = kSkipsQueries || (kKeyMask && kOwnsQueries);
 // Whether the LSE and D are in the workspace. Blocks with whole heads have no use for them.
 constexpr bool kKeepsStats = !kWholeHeads || kSink;
 // How the warps divide dQ: first its rows, then its columns. Where all operands come from shared
@@ -132,11 +133,14 @@ struct Workspace {
     }
 
     __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {
-        return seen + SeenOfKeys::count(params);
+        return seen + keys_seen(params);
     }
-    // The number of tiles for both kinds of blocks.
+    // The number of tiles for blocks that own keys, and for both kinds of blocks.
+    __device__ static long long keys_seen(const BackwardParams& params) {
+        return kSkipsQueries ? SeenOfKeys::count(params) : 0;
+    }
     __device__ static long long seen_tiles(const BackwardParams& params) {
         if constexpr (!kSkipsTiles) return 0;
-        return SeenOfKeys::count(params) + (kOwnsQueries ? SeenOfQueries::count(params) : 0);
+        return keys_seen(params) + (kOwnsQueries ? SeenOfQueries::count(params) : 0);
     }
 };

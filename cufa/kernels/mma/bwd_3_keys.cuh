@@ -31,6 +31,35 @@ __device__ inline int part_of_block(const KeyTile& own) {
     return own.kv_head * kParts + blockIdx.x % kParts;
 }
 
+// The mask of a block's keys, where all queries that share them see the same.
+__device__ inline KeyMask mask_of_keys(const BackwardParams& params, const KeyTile& own) {
+    const int first_head = part_of_block(own) * heads_of_part(params.sizes);
+    return KeyMask(params.features, own.sequence.batch, first_head);
+}
+
+// Which of a block's keys it shows: of a lane's rows as in KeyRows, and whether some are shown to
+// any query, and all to all.
+struct ShownKeys {
+    unsigned int of_lane = 0;
+    bool some = true, all = !kKeyMask;
+
+    __device__ ShownKeys(const BackwardParams& params, const KeyTile& own, const Place& place) {
+        if constexpr (!kHidesKeys) return;
+        constexpr unsigned int kWhole = (1ull << 2 * kTiles) - 1;
+        const KeyMask mask = mask_of_keys(params, own);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int key = own.first_key + place.row(m, half);
+                if (key < own.sequence.seqlen_k && mask.shows(0, key))
+                    of_lane |= KeyRows::bit_of(m, half);
+            }
+        some = __syncthreads_or(of_lane != 0);
+        all = !__syncthreads_or(of_lane != kWhole);
+    }
+};
+
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
@@ -39,10 +68,11 @@ struct KeyGradients {
 
     // Processes one tile of queries.
     __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
-                           const QueriesAt& at, int first_key, bool masked) {
+                           const QueriesAt& at, int first_key, unsigned int shown_keys,
+                           bool masked) {
         // Where a mask cuts tiles, key numbers are recomputed, not kept in registers in between.
         const int first_row = kCutTiles ? ptx::anew(first_key) : first_key;
-        const KeyRows tile{smem, head.rules, place, first_row, at.first};
+        const KeyRows tile{smem, head.rules, place, first_row, at.first, shown_keys};
         const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
         if constexpr (kHandsOver) smem.queries[at.stage].wait_whole(at.number / kStages);
@@ -51,7 +81,7 @@ struct KeyGradients {
         product_of(dp, smem.v, smem.dout[at.stage], place);
         if constexpr (kWholeHeads) __syncthreads();  // the statistics are there
         const bool nonfinite =
-            kCutTiles && masked &&
+            kTakesOut && masked &&
             (has_nonfinite<kTiles, kColumns>(s) || has_nonfinite<kTiles, kColumns>(dp));
         const auto stats_of = [&](Element score) {
             return smem.rows[at.stage][place.col(score.n) + score.e];
@@ -65,7 +95,7 @@ struct KeyGradients {
         }
         const auto& p = weights_of(s);
         const auto& ds = weights_of(dp);
-        const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
+        const bool found = kTakesOut && masked && __syncthreads_or(nonfinite);
         if (found) take_out(smem, at.stage);
         if constexpr (kHandsOver) {
             multiply_in_turn(s, dp, smem, head, place, at);
@@ -80,9 +110,10 @@ struct KeyGradients {
         }
     }
 
-    __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
+    __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own,
+                          unsigned int shown_keys) {
         const Place place(ptx::anew(threadIdx.x));  // recomputed, so that no register keeps it
-        if constexpr (kUsedKeys) clear_unused(place, own);
+        clear_unused(place, own, shown_keys);
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -96,9 +127,9 @@ struct KeyGradients {
 
     // Writes dK and dV to the workspace, as a part of the heads.
     __device__ void write_part(const KeySums& sums, const BackwardParams& params,
-                               const KeyTile& own) {
+                               const KeyTile& own, unsigned int shown_keys) {
         const Place place;
-        if constexpr (kUsedKeys) clear_unused(place, own);
+        clear_unused(place, own, shown_keys);
         const int end = end_of_keys(params, own.sequence);
         const long long first = sums.first_row(own.sequence.batch, own.sequence.first_k);
 #pragma unroll
@@ -115,13 +146,21 @@ struct KeyGradients {
     }
 
   private:
-    // Keys that are not used have no gradients, even if there is NaN in queries.
-    __device__ void clear_unused(const Place& place, const KeyTile& own) {
+    // Whether NaN and infinity must be kept from some of a tile's scores. If all queries see the
+    // same keys, the others are zero, and so are their gradients at the end.
+    static constexpr bool kTakesOut = kCutTiles && !kQueriesAlike;
+
+    // Keys that are not used, or hidden, have no gradients, even if there is NaN in queries.
+    __device__ void clear_unused(const Place& place, const KeyTile& own, unsigned int shown_keys) {
+        if constexpr (!kUsedKeys && !kHidesKeys) return;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (own.first_key + place.row(m, half) < own.sequence.seqlen_k) continue;
+                const bool used = kHidesKeys
+                                      ? shown_keys & KeyRows::bit_of(m, half)
+                                      : own.first_key + place.row(m, half) < own.sequence.seqlen_k;
+                if (used) continue;
                 clear_rows(dk[m], half);
                 clear_rows(dv[m], half);
             }
@@ -201,7 +240,8 @@ struct KeyGradients {
         Place place;
         place.first_row = ptx::anew(place.first_row);
         place.part = ptx::anew(place.part);
-        put_back(smem, again, {tile.exp2, again.rules, place, tile.first_row, tile.first_col},
+        put_back(smem, again,
+                 {tile.exp2, again.rules, place, tile.first_row, tile.first_col, tile.shown_rows},
                  first_query);
         ptx::wait_copies();
         __syncthreads();  // K is there again
@@ -349,11 +389,14 @@ __device__ inline void clear_unseen_rows(const QueryHead& head, const QueryTiles
 // `number` counts tiles over all heads.
 __device__ inline void attend_head(KeyGradients& gradients, KeySmem& smem, const QueryHead& head,
                                    const Place& place, const QueryTiles<kBlockM>& tiles,
-                                   int first_key, int& number) {
-    const auto next_seen = [&](int row) { return head.seen.next_row(row, tiles.end, first_key); };
+                                   int first_key, const ShownKeys& shown, int& number) {
+    const auto next_seen = [&](int row) {
+        return kSkipsQueries ? head.seen.next_row(row, tiles.end, first_key) : row;
+    };
     const auto attend = [&](const QueriesAt& at) {
-        const bool cut = kSkipsTiles ? head.seen.cuts(at.first, first_key) : kKeyMask;
-        gradients.attend(smem, head, place, at, first_key, tiles.masked(at.first, cut));
+        const bool cut = kSkipsQueries ? head.seen.cuts(at.first, first_key) : !shown.all;
+        gradients.attend(smem, head, place, at, first_key, shown.of_lane,
+                         tiles.masked(at.first, cut));
     };
     if constexpr (kHandsOver) {
         walk_in_turn(
@@ -372,17 +415,29 @@ __device__ inline void attend_head(KeyGradients& gradients, KeySmem& smem, const
 
 // Writes the gradients, or the block's part of them.
 __device__ inline void write_gradients(KeyGradients& gradients, KeySmem& smem,
-                                       const BackwardParams& params, int first_key) {
+                                       const BackwardParams& params, int first_key,
+                                       unsigned int shown_keys) {
     if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     ptx::wait_copies();
     __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
     KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
     if constexpr (kWholeHeads) own.first_key = first_key;
     if constexpr (kParts > 1) {
-        gradients.write_part(Workspace(params).key_sums, params, own);
+        gradients.write_part(Workspace(params).key_sums, params, own, shown_keys);
     } else {
-        gradients.write(smem, params, own);
+        gradients.write(smem, params, own, shown_keys);
     }
+}
+
+// Waits for K and V, and zeroes what each thread itself has copied of keys that the mask hides.
+__device__ inline void clear_hidden_keys(KeySmem& smem, const BackwardParams& params,
+                                         const KeyTile& own) {
+    const KeyMask mask = mask_of_keys(params, own);
+    const int last = own.sequence.seqlen_k - 1;
+    const auto shown = [&](int row) { return mask.shows(0, min(own.first_key + row, last)); };
+    ptx::wait_copies();
+    clear_copied_rows<kThreads, kHeadDim>(smem.k, shown);
+    clear_copied_rows<kThreads, kValueDim>(smem.v, shown);
 }
 
 // Of a block's keys: dK and dV, and what they add to dQ.
@@ -399,13 +454,16 @@ __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
 
     KeyGradients gradients = {};
     QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
-    if (kWholeHeads && sequence.seqlen_k <= first_key) tiles.end = 0;  // no row sees a key
+    const ShownKeys shown(params, own, place);
+    if ((kWholeHeads && sequence.seqlen_k <= first_key) || !shown.some)
+        tiles.end = 0;  // no query sees a key
+    if (kQueriesAlike && !shown.all) clear_hidden_keys(smem, params, own);
     if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
     int number = 0;
     for (int h = 0; h < heads_of_part(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
         if (kWholeHeads && !head.sums_dq) clear_unseen_rows(head, tiles, sequence.seqlen_q);
-        attend_head(gradients, smem, head, place, tiles, first_key, number);
+        attend_head(gradients, smem, head, place, tiles, first_key, shown, number);
     }
-    write_gradients(gradients, smem, params, first_key);
+    write_gradients(gradients, smem, params, first_key, shown.of_lane);
 }

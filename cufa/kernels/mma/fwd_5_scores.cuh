@@ -61,7 +61,8 @@ class SeenScores {
 
     // Zeroes those values, among the ones that the thread has copied, of which no row sees the key.
     __device__ void clear_copied_values(Smem& smem) const {
-        clear_copied_rows<kThreads, kValueDim>(smem.v, bits[0][0]);
+        const auto shown = [&](int key) { return bits[0][0].has(key); };
+        clear_copied_rows<kThreads, kValueDim>(smem.v, shown);
     }
 
   private:

@@ -28,6 +28,10 @@ constexpr int kSteps = kFewRegisters ? min_of(kStepsAtOnce, 2) : kStepsAtOnce;
 // needed to hide the latency of their operands.
 constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;
 
+// Whether all queries that share a key see the same of a mask: then it hides whole keys, of which
+// those who own them ask once; and whether they see the same keys of a tile.
+constexpr bool kHidesKeys = HIDES_KEYS, kQueriesAlike = kHidesKeys && !kRangeMask;
+
 using Scores = Accumulators<kTiles, kColumns>;
 // Smaller than the forward's: there is less room.
 using Powers = Exp2Table<acc_t, 7>;
@@ -67,6 +71,10 @@ struct TileOfScores {
     const ScoreRules& rules;
     const Place& place;
     int first_row, first_col;
+    unsigned int shown_rows;  // with kAsksOnce, bit_of each of the lane's rows that the mask shows
+
+    static constexpr bool kAsksOnce = RowsAreKeys && kHidesKeys;
+    __device__ static unsigned int bit_of(int m, int half) { return 1u << (2 * m + half); }
 
     __device__ SplitIndex row(Element at) const {
         return {first_row + place.row(0, 0), at.m * kMmaM + at.half * 8};
@@ -79,7 +87,11 @@ struct TileOfScores {
 
     __device__ int first_key() const { return RowsAreKeys ? first_row : first_col; }
 
-    __device__ bool sees(Element at) const { return rules.sees(int(query(at)), int(key(at))); }
+    __device__ bool sees(Element at) const {
+        const int of_query = int(query(at)), of_key = int(key(at));
+        if constexpr (!kAsksOnce) return rules.sees(of_query, of_key);
+        return (shown_rows & bit_of(at.m, at.half)) && rules.mask.in_range(of_query, of_key);
+    }
 
     // The scores of fragments m that dropout keeps.
     using Kept = KeptScores<kColumns / 2, RowsAreKeys>;
@@ -97,7 +109,7 @@ template <class Tile>
 class SeenScores {
   public:
     __device__ SeenScores(const Tile& tile, bool masked) : tile(tile) {
-        if (!kKeyMask || !masked) return;
+        if (!kKeepsBits || !masked) return;
         if (kInSixteens && lies_in_sixteens(tile.rules, tile.first_key(), Tile::kKeys)) {
             if constexpr (Tile::kRowsAreKeys) {
                 read_mask_of_keys();
@@ -110,12 +122,13 @@ class SeenScores {
     }
 
     __device__ bool at(Element at) const {
-        if constexpr (!kKeyMask) return tile.sees(at);
+        if constexpr (!kKeepsBits) return tile.sees(at);
         const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
         return bits[at.m][at.n / kWordFragments] >> bit & 1;
     }
 
   private:
+    static constexpr bool kKeepsBits = kKeyMask && !Tile::kAsksOnce;
     static constexpr int kWordFragments = 8;  // of four scores each
     // Whether the warp's keys begin at a multiple of 16, whichever part of the columns it has.
     static constexpr bool kInSixteens = kMaskAlone && (Tile::kRowsAreKeys || kColumns % 16 == 0);

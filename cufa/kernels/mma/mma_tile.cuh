@@ -125,10 +125,9 @@ __device__ inline bool clear_copied_nonfinite(Tile& tile) {
     return found;
 }
 
-// Zeroes those rows that a thread itself has copied to a tile and waited for of which `seen` has no
-// bit.
-template <int Threads, int Cols, class Tile, class Bits>
-__device__ inline void clear_copied_rows(Tile& tile, const Bits& seen) {
+// Zeroes those rows that a thread itself has copied to a tile and waited for which are not `shown`.
+template <int Threads, int Cols, class Tile, class Shown>
+__device__ inline void clear_copied_rows(Tile& tile, const Shown& shown) {
     using Copies = RowCopies<Threads, Cols, scalar_t>;
     using Chunk = Pack<scalar_t, Copies::kChunk>;
     const int first_row = threadIdx.x / Copies::kRowThreads;
@@ -137,7 +136,7 @@ __device__ inline void clear_copied_rows(Tile& tile, const Bits& seen) {
 #pragma unroll
     for (int rows = 0; rows < Tile::kRows; rows += Copies::kRowsAtOnce) {
         const int row = rows + first_row;
-        if (row >= Tile::kRows || seen.has(row)) continue;
+        if (row >= Tile::kRows || shown(row)) continue;
         for (int col = first_col; col < Cols; col += Copies::kRowThreads * Copies::kChunk)
             *reinterpret_cast<Chunk*>(tile.at(row, col)) = Chunk{};
     }

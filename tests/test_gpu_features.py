@@ -137,6 +137,39 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
             assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
 
 
+# A block of the backward has all keys of a head, or some of them.
+@pytest.mark.parametrize("keys", [100, 1100])
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",), ("seqused_k", "dropout")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        ("bfloat16", 64),
+        ("float16", 128),
+        ("bfloat16", 256),
+        ("float32", 64),
+        ("float32", 128),
+        ("float64", 128),
+    ],
+)
+def test_masks_that_hide_keys(cupy, rng, dtype, head_dim, features, keys):
+    """In front or behind, all of a sequence, and with gaps, with NaN in what they hide."""
+    sizes = {"batch": 5, "heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim}
+    case = draw_case(rng, dtype, {*features}, seqlen_q=200, seqlen_k=keys, **sizes)
+    begins, ends = np.sort(rng.integers(0, keys, (2, 5, 1, 1, 1)), axis=0)
+    mask = (np.arange(keys) >= begins) & (np.arange(keys) < ends)
+    mask[0] = False
+    mask[1] &= rng.random(keys) < 0.7
+    case.arrays["mask"] = mask
+    hide_nan(case)
+    q, k, v, dout = tensors(cupy, case)
+    forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+    out, lse = cufa.attention(q, k, v, **forward, return_lse=True, kernel="fwd_5_mma")
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, kernel="bwd_3_mma")
+    with np.errstate(invalid="ignore"):
+        assert_attention(out.get(), lse.get(), case.problem, **case.forward)
+        assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
 @pytest.mark.parametrize(("longest", "told"), [(64, 64), (128, 128), (300, 20)])
 @pytest.mark.parametrize(
     ("kernel", "head_dim"), [*((None, dim) for dim in (64, 128, 256)), ("bwd_3_mma", 40), ("bwd_3_mma", 64)]

@@ -10,12 +10,15 @@
 // keys and queries exchanged. Where barriers can be waited at for parts of a block's work
 // (HANDS_OVER), warps hand over Q, dO and dS through them, and none waits for the slowest. Where
 // sequences have no more keys than a tile (WHOLE_HEADS), a block has all keys of a KV head and dQ
-// to itself: it finds LSE and D, too, and rounds dQ at once.
+// to itself: it finds LSE and D, too, and rounds dQ at once. A mask that hides keys from all
+// queries that share them, such as padding (HIDES_KEYS), is read once by the block that owns the
+// keys.
 //
-// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; row_sums (LSE and D; sets the
-// sums in the workspace to zero), key_tiles, round_keys if the heads are in parts, round_queries
-// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted. If blocks
-// have whole heads, key_tiles alone, and of the others what these two and parts need.
+// Launches: with another mask or a mask_mod, and with any if deterministic, seen_tiles, which finds
+// out what it shows of each tile of scores; row_sums (LSE and D; sets the sums in the workspace to
+// zero), key_tiles, round_keys if the heads are in parts, round_queries or, if deterministic,
+// query_tiles; array_gradients and sink_gradient, each if wanted. If blocks have whole heads,
+// key_tiles alone, and of the others what these two and parts need.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
@@ -25,8 +28,8 @@
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic or heads are whole and not packed; sums of dK and dV (batch,
 //          seqlen_k, kv_heads, PARTS, dims in eights), if there are parts; LSE and D (batch, heads,
-//          seqlen_q, 2); with a mask or a mask_mod, what it shows of each tile of scores; sums of
-//          the gradients of score_mod's arrays, if wanted
+//          seqlen_q, 2); what seen_tiles finds out; sums of the gradients of score_mod's arrays, if
+//          wanted
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
 #include "gradients/sink_gradient.cuh"

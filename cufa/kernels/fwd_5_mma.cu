@@ -16,7 +16,8 @@
 // kKeyMask are false. `attend` processes a tile of keys; its softmax is in fwd_5_output.cuh.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
-// scores, so that tiles of which it shows nothing are skipped; fwd_5_mma.
+// scores, so that tiles of which it shows nothing are skipped, or with KEY_BITS of each tile of
+// keys and of each key; fwd_5_mma.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -24,7 +25,7 @@
 // Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them. SPLIT warps share
 //          the scores of the same rows and divide the columns of the output
 // Shared   Q tile, K tile, V tile
-// Global   workspace: with a mask or a mask_mod, what it shows of each tile of scores
+// Global   workspace: with a mask or a mask_mod, what seen_tiles finds out
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "call/grid.cuh"

@@ -80,6 +80,8 @@ H200 = Device.of("sm_90a")
 # Registers per score of a lane for features that work on each score; without them, ptxas spilled hundreds of
 # bytes.
 FEATURE_REGISTERS_PER_SCORE = 0.5
+# The same in float32 for a mask that has a bit for each key; other dtypes have registers for it.
+KEY_BITS_REGISTERS_PER_SCORE = 0.3
 
 
 @dataclass(frozen=True)
@@ -381,8 +383,7 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     )
     scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
     registers = arithmetic.registers(scores + outputs) + arithmetic.forward_overhead
-    if _works_on_scores(problem):
-        registers += round(FEATURE_REGISTERS_PER_SCORE * arithmetic.registers(scores))
+    registers += round(_registers_per_score(problem) * arithmetic.registers(scores))
     return Cost(
         smem_bytes,
         registers,
@@ -391,15 +392,18 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     )
 
 
-def _works_on_scores(problem: Problem) -> bool:
-    """Whether features do something with every score, unlike a window, which cuts few tiles.
+def _registers_per_score(problem: Problem) -> float:
+    """What features need that do something with every score, unlike a window, which cuts few tiles.
 
     With 16 bits there are registers for a mask: the same tiles are fastest with one.
     """
     features = problem.features
-    has_arrays = features.bias is not None or (features.mask is not None and problem.itemsize > 2)
+    masked = features.mask is not None and problem.itemsize > HALF.item_bytes
+    has_arrays = features.bias is not None or (masked and not features.mask_of_keys)
     has_functions = features.score_mod is not None or features.mask_mod is not None
-    return has_arrays or has_functions or features.softcap or features.alibi or features.dropout
+    if has_arrays or has_functions or features.softcap or features.alibi or features.dropout:
+        return FEATURE_REGISTERS_PER_SCORE
+    return KEY_BITS_REGISTERS_PER_SCORE if masked and problem.itemsize == SINGLE.item_bytes else 0
 
 
 @dataclass(frozen=True)

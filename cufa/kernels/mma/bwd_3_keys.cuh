@@ -44,19 +44,21 @@ struct ShownKeys {
     bool some = true, all = !kKeyMask;
 
     __device__ ShownKeys(const BackwardParams& params, const KeyTile& own, const Place& place) {
-        if constexpr (!kHidesKeys) return;
-        constexpr unsigned int kWhole = (1ull << 2 * kTiles) - 1;
-        const KeyMask mask = mask_of_keys(params, own);
+        if constexpr (kHidesKeys) {
+            constexpr unsigned int kWhole = (1ull << 2 * kTiles) - 1;
+            const KeyMask mask = mask_of_keys(params, own);
+            // Without queries there is nothing to read: nobody asks.
+            const int end = own.sequence.seqlen_q > 0 ? own.sequence.seqlen_k : 0;
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m)
+            for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int key = own.first_key + place.row(m, half);
-                if (key < own.sequence.seqlen_k && mask.shows(0, key))
-                    of_lane |= KeyRows::bit_of(m, half);
-            }
-        some = __syncthreads_or(of_lane != 0);
-        all = !__syncthreads_or(of_lane != kWhole);
+                for (int half = 0; half < 2; ++half) {
+                    const int key = own.first_key + place.row(m, half);
+                    if (key < end && mask.shows(0, key)) of_lane |= KeyRows::bit_of(m, half);
+                }
+            some = __syncthreads_or(of_lane != 0);
+            all = !__syncthreads_or(of_lane != kWhole);
+        }
     }
 };
 
@@ -113,7 +115,7 @@ struct KeyGradients {
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own,
                           unsigned int shown_keys) {
         const Place place(ptx::anew(threadIdx.x));  // recomputed, so that no register keeps it
-        clear_unused(place, own, shown_keys);
+        if constexpr (kUsedKeys || kHidesKeys) clear_unused(place, own, shown_keys);
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -129,7 +131,7 @@ struct KeyGradients {
     __device__ void write_part(const KeySums& sums, const BackwardParams& params,
                                const KeyTile& own, unsigned int shown_keys) {
         const Place place;
-        clear_unused(place, own, shown_keys);
+        if constexpr (kUsedKeys || kHidesKeys) clear_unused(place, own, shown_keys);
         const int end = end_of_keys(params, own.sequence);
         const long long first = sums.first_row(own.sequence.batch, own.sequence.first_k);
 #pragma unroll
@@ -152,7 +154,6 @@ struct KeyGradients {
 
     // Keys that are not used, or hidden, have no gradients, even if there is NaN in queries.
     __device__ void clear_unused(const Place& place, const KeyTile& own, unsigned int shown_keys) {
-        if constexpr (!kUsedKeys && !kHidesKeys) return;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -457,7 +458,7 @@ __device__ inline void attend_keys(KeySmem& smem, const BackwardParams& params,
     const ShownKeys shown(params, own, place);
     if ((kWholeHeads && sequence.seqlen_k <= first_key) || !shown.some)
         tiles.end = 0;  // no query sees a key
-    if (kQueriesAlike && !shown.all) clear_hidden_keys(smem, params, own);
+    if (kQueriesAlike && shown.some && !shown.all) clear_hidden_keys(smem, params, own);
     if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
     int number = 0;
     for (int h = 0; h < heads_of_part(params.sizes); ++h) {

@@ -1,4 +1,5 @@
-// The same with the bits of all keys. In the workspace they come first.
+// What a mask that is the same for all rows shows of tiles of keys (seen_columns.cuh), and of each
+// key, as one bit. In the workspace, the bits come first.
 #pragma once
 
 #include "scores/row_bits.cuh"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arrays import records_gradients
+from cufa.arrays import check_elements, records_gradients
 from cufa.messages import byte_order, counted, shown
 from cufa.problem import (
     BYTE_BITS,
@@ -238,9 +238,10 @@ def check_descales(**descales: object) -> None:
 
 
 def _finite(name: str, value: float, or_else: str = "") -> float:
-    wants_gradient = type(value) is not float and getattr(value, "requires_grad", False)
-    if wants_gradient and records_gradients(value):  # it would be lost silently
-        raise TypeError(f"{name} requires a gradient, and cufa does not record gradients; give a number")
+    if type(value) is not float and hasattr(value, "requires_grad"):  # torch's
+        check_elements(name, value)
+        if value.requires_grad and records_gradients(value):  # it would be lost silently
+            raise TypeError(f"{name} requires a gradient, and cufa does not record gradients; give a number")
     try:
         if isinstance(value, (bool, np.bool_)):  # an argument in another's place
             raise TypeError

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cufa import device, tensor_layout
@@ -33,8 +34,10 @@ _IMMUTABLE = ("jax",)
 _READ_ERRORS = (BufferError, RuntimeError, TypeError, ValueError)
 
 # Dtypes that the reader or the writer of DLPack does not know; they exchange the bits as integers.
-_UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
-UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
+_UNKNOWN_TO_CUPY = {name: "uint8" for name in dir(ml_dtypes) if name.startswith("float8_")}
+UNKNOWN_TO_NUMPY = {**_UNKNOWN_TO_CUPY, "bfloat16": "int16"}
+# Most of those of 8 bits no call takes, but errors are to name them.
+_FLOATS = {name: np.dtype(getattr(ml_dtypes, name)) for name in UNKNOWN_TO_NUMPY}
 
 Backend = Literal["numpy", "cuda"]
 BACKENDS: tuple[Backend, ...] = ("numpy", "cuda")
@@ -77,9 +80,24 @@ class Adopted(NamedTuple):
                 self.sources[name][...] = result
         if given is None:
             return self.export(result)
-        if self.on_gpu and not self.moved:
-            self.export(result)  # the stream of the given array's library then waits for CuPy's
+        if self.export is not _unchanged:
+            if self.on_gpu and not self.moved:
+                self.export(result)  # the stream of the given array's library then waits for CuPy's
+            self.count_writes(given)
         return given
+
+    def count_writes(self, *given: Any) -> None:
+        """Let torch's autograd notice that tensors were written; do nothing for arrays of other libraries.
+
+        It then refuses to compute gradients from what they were before.
+        """
+        if self.export is _unchanged:
+            return
+        for array in given:
+            kind: Any = type(array)
+            torch, _ = _torch_of(kind)
+            if torch is not None:  # old versions have no such function
+                getattr(torch.autograd.graph, "increment_version", _unchanged)(array)
 
 
 def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
@@ -339,7 +357,7 @@ def _import(array: Any, name: str, namespace: Any) -> Any:
         read = reader(exported)
         if isinstance(read, np.ndarray) and not read.flags.writeable and _has_writeable_arrays(namespace):
             read = _as_writeable(read, exported)
-        return read.view(INPUT_DTYPES[dtype]) if dtype in unknown else read
+        return read.view(_FLOATS[dtype]) if dtype in unknown else read
     except _READ_ERRORS as error:
         raise _unreadable(array, name, error) from error
 
@@ -473,23 +491,35 @@ def check_same_kind(named: Mapping[str, Any]) -> None:
 
 
 def check_elements(name: str, array: Any) -> None:
-    """Raise TypeError for a torch tensor whose elements are not simply what its memory holds.
+    """Raise TypeError for a torch tensor that is more than the elements in its memory, or has others.
 
-    Such are nested and sparse tensors and those of many subclasses: CausalBias, MaskedTensor, FakeTensor.
+    Such are nested and sparse tensors, those that torch.func transforms, those with a tangent (forward-mode
+    differentiation), and those of many subclasses: CausalBias, MaskedTensor, FakeTensor.
     """
     kind: Any = type(array)
     torch, is_plain = _torch_of(kind)
     if torch is None:
         return
+    if array.is_nested:
+        raise TypeError(
+            f"{name} is {kind_of(array)} that is nested; for sequences of different lengths, pack them and "
+            "call cufa.attention with cu_seqlens_q and cu_seqlens_k"
+        )
     if not is_plain:
         raise TypeError(
             f"{name} is {kind_of(array)}, whose elements may be others than its memory holds; give a plain "
             "torch.Tensor"
         )
-    if array.is_nested:
+    if getattr(torch.func, "debug_unwrap", _unchanged)(array) is not array:  # new in torch 2.7
         raise TypeError(
-            f"{name} is {kind_of(array)} that is nested; for sequences of different lengths, pack them and "
-            "call cufa.attention with cu_seqlens_q and cu_seqlens_k"
+            f"{name} is {kind_of(array)} that torch.func transforms, as vmap, jvp and grad do, and cufa "
+            "needs its elements; call it outside of these"
+        )
+    forward = torch.autograd.forward_ad
+    if forward.unpack_dual(array).tangent is not None:  # it would silently be lost
+        raise TypeError(
+            f"{name} is {kind_of(array)} with a tangent, and cufa does not compute tangents; "
+            f"give torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
     if array.layout is not torch.strided:
         raise TypeError(

@@ -785,7 +785,7 @@ def test_torch_tensors_whose_elements_are_not_their_memorys_are_named() -> None:
         masked.masked_tensor(q, q == 0): "MaskedTensor, whose elements may be others than its memory holds",
         fake_tensor.FakeTensorMode().from_tensor(q): "FakeTensor, whose elements may be others",
         torch.nested.nested_tensor(parts): "Tensor that is nested; for sequences of different lengths, pack",
-        torch.nested.nested_tensor(parts, layout=torch.jagged): "NestedTensor, whose elements may be others",
+        torch.nested.nested_tensor(parts, layout=torch.jagged): "NestedTensor that is nested; for sequences",
         q.to_sparse(): "Tensor with layout torch.sparse_coo; give what its to_dense",
     }
     for tensor, message in strange.items():
@@ -796,8 +796,105 @@ def test_torch_tensors_whose_elements_are_not_their_memorys_are_named() -> None:
         ):
             with pytest.raises(TypeError, match=rf"^{name} is a torch\S*\.{message}"):
                 call()
-    with pytest.raises(TypeError, match=r"^x is a torch.Tensor that .*: it has elements, but no memory$"):
-        torch.func.functionalize(cufa.softmax)(q)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_torch_tensors_that_torch_func_transforms_are_named() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch", minversion="2.7")  # earlier ones do not say which these are
+    q, one, scale = torch.ones(2, 1, 4, 2, 8), torch.ones(1, 4, 2, 8), torch.tensor(0.5)
+    refused = r" is a torch\.Tensor that torch\.func transforms, as vmap, .*; call it outside of these$"
+    for transformed in (
+        torch.func.functionalize(cufa.softmax),
+        torch.func.vmap(cufa.softmax),
+        torch.func.grad(lambda x: cufa.softmax(x).sum()),
+        torch.func.jacfwd(cufa.softmax),
+        lambda x: torch.func.jvp(cufa.softmax, (x,), (x,)),
+    ):
+        with pytest.raises(TypeError, match=f"^x{refused}"):
+            transformed(q)
+    with pytest.raises(TypeError, match=f"^query{refused}"):
+        torch.func.vmap(cufa.compat.scaled_dot_product_attention)(q, q, q)
+    with pytest.raises(TypeError, match=f"^softmax_scale{refused}"):
+        torch.func.grad(lambda x: cufa.attention(one, one, one, softmax_scale=x).sum())(scale)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
+def test_torch_tensors_with_a_tangent_are_named() -> None:
+    """Results would have none, so the derivative would be lost without a word."""
+    torch = pytest.importorskip("torch")
+    forward = torch.autograd.forward_ad
+    q, table, scale = torch.ones(1, 4, 2, 8), torch.ones(4, 4), torch.tensor(0.5)
+    sdpa = cufa.compat.scaled_dot_product_attention
+    with forward.dual_level():
+        dual, dual_table, dual_scale = (forward.make_dual(x, x) for x in (q, table, scale))
+        calls: dict[str, Callable[[], Any]] = {
+            "q": lambda: cufa.attention(dual, q, q),
+            "bias": lambda: cufa.attention(q, q, q, bias=dual_table),
+            "softmax_scale": lambda: cufa.attention(q, q, q, softmax_scale=dual_scale),
+            "x": lambda: cufa.softmax(dual),
+            "cos": lambda: cufa.rotary(q, dual_table, table),
+            "query": lambda: sdpa(dual, q, q),
+            "attn_mask": lambda: sdpa(q, q, q, dual_table[:2].repeat(2, 1)[:, :2].contiguous()),
+            "learnable_sink": lambda: cufa.compat.flash_attn_func(q, q, q, learnable_sink=dual_table[0, :2]),
+            "array 0 of score_mod": lambda: cufa.ScoreMod(lambda s, *_: s, dual_table),
+        }
+        for name, call in calls.items():
+            primal = rf"give torch\.autograd\.forward_ad\.unpack_dual\({name}\)\.primal$"
+            with pytest.raises(TypeError, match=rf"^{name} is a torch\.Tensor with a tangent, .*; {primal}"):
+                call()
+        primal = forward.unpack_dual(dual).primal
+        assert torch.equal(cufa.attention(primal, q, q), cufa.attention(q, q, q))
+    with pytest.raises(TypeError, match=r"^x is a torch\.Tensor with a tangent, and cufa does not"):
+        torch.func.linearize(cufa.softmax, q)
+
+
+def test_torch_notices_what_is_written_to_its_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    q, dout, out, dq, dk, dv = (torch.ones(1, 4, 2, 8) for _ in range(6))  # views would share a counter
+    lse, angles, bias, dbias, rows = (
+        torch.zeros(shape) for shape in ((1, 2, 4), (4, 4), (1, 4), (1, 4), (3, 4, 2, 8))
+    )
+    written = {
+        (out, lse): lambda: cufa.attention(q, q, q, out=out, lse=lse),
+        (rows,): lambda: cufa.attention(q, q, q, out=rows[1:2]),
+        (dq, dk, dv, dbias): lambda: cufa.attention_backward(
+            dout, q, q, q, out, lse, bias=bias, dq=dq, dk=dk, dv=dv, dbias=dbias
+        ),
+        (q,): lambda: cufa.rotary(q, angles, angles, positions=torch.arange(4)[None], out=q),
+        (dq, lse): lambda: cufa.merge(out, lse, out, lse, out=dq, lse=lse),
+    }
+    for tensors, call in written.items():
+        versions = [tensor._version for tensor in tensors]
+        call()
+        assert all(tensor._version > before for tensor, before in zip(tensors, versions, strict=True))
+    read = torch.ones(1, 4, 2, 8, requires_grad=True)
+    loss = (read * out).sum()
+    cufa.attention(q, q, q, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_torch_notices_what_is_copied_back_to_its_tensors(cupy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    q, out = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
+    adopted = adopt({"q": q, "out": out}, "cuda")
+    assert adopted.moved
+    adopted.give_back(CudaArray(some_array()), out)
+    assert (q._version, out._version) == (0, 1)
+    np.testing.assert_array_equal(out.numpy(), some_array())
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz"])
+def test_8_bit_dtypes_that_no_call_takes_are_named(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    strange, q = torch.zeros(1, 4, 2, 8).to(getattr(torch, dtype)), torch.zeros(1, 4, 2, 8)
+    with pytest.raises(TypeError, match=rf"^x has dtype {dtype}; it may be float16, bfloat16, "):
+        cufa.softmax(strange)
+    with pytest.raises(TypeError, match=rf"^q has dtype {dtype}; it may be .* or float8_e4m3fn$"):
+        cufa.attention(strange, strange, strange)
+    with pytest.raises(TypeError, match=rf"^mask has dtype {dtype}; it may be bool"):
+        cufa.attention(q, q, q, mask=strange[0, 0])
 
 
 def test_torch_tensors_of_subclasses_that_change_nothing() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import cufa
 from cufa import compat, reference
+from cufa.compat import appending, kvcache
 
 LENGTHS = [(2, 5), (5, 2), (7, 7), (1, 6), (6, 1)]
 
@@ -387,6 +388,18 @@ def test_flash_attns_window_may_be_a_tensor(rng):
     q, k, v = map(torch.from_numpy, draw(rng, 6, 9))
     out = compat.flash_attn_func(q, k, v, window_size=torch.tensor([3, -1]))
     assert torch.equal(out, compat.flash_attn_func(q, k, v, window_size=(3, -1)))
+
+
+def test_torch_notices_that_new_keys_are_written_to_its_caches(rng, monkeypatch):
+    """A kernel writes them; indices, which count for themselves, do not."""
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, draw(rng, 1, 1))
+    k_cache, v_cache = torch.zeros(2, 8, 2, 8), torch.zeros(2, 8, 2, 8)
+    seqused_k = torch.ones(2, dtype=torch.int32)
+    new = appending.Prepared(q, seqused_k, write=lambda: None, kept={})
+    monkeypatch.setattr(kvcache, "prepare", lambda *_: new)
+    compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0)
+    assert (k_cache._version, v_cache._version) == (1, 1)
 
 
 def test_descales_of_flash_attn_3(rng):

@@ -260,6 +260,7 @@ def flash_attn_with_kvcache(
         has = "block_table has page" if cache_batch_idx is None else "cache_batch_idx has"
         _check_apart(has, table, held, k.shape[1], k_cache.shape[1])
     new.write()
+    adopted.count_writes(k_cache, v_cache)  # the kernel's; indices would count theirs themselves
     return attention_as(names, new.q, k_cache, v_cache, **side, **options)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import sys
@@ -596,10 +597,11 @@ def plan(
     """
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
     if unknown:
-        allowed = ", ".join((*FEATURE_ARRAYS, *DESCALES, "dlse"))
+        own = [name for name in inspect.signature(plan).parameters if name != "side"]
+        allowed = ", ".join((*own, *FEATURE_ARRAYS, *DESCALES, "dlse"))
         raise TypeError(
-            f"plan() has no {', '.join(sorted(unknown))}; it has {allowed}, and the options that results "
-            "depend on; `gradients` names those beyond q, k and v"
+            f"plan() has no {', '.join(sorted(unknown))}; it has {allowed}; `gradients` names those beyond "
+            "q, k and v"
         )
     check_flags(backward=backward, deterministic=deterministic)
     check_gradients(gradients)

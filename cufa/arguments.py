@@ -457,7 +457,9 @@ def _features(
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:
         if name not in shapes and not (name == "score_mod" and options.score_mod):
-            raise ValueError(f"the gradient of {name} is requested, but there is no {name}")
+            raise ValueError(
+                f"the gradient of {name} is requested, but there is no {name}; give {name}, as to the forward"
+            )
     differentiated = options.score_mod.differentiated_names if options.score_mod else ()
     if "score_mod" in options.gradients and not differentiated:
         raise ValueError("the gradient of score_mod is requested, but it reads no array of floats")

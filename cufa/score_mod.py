@@ -98,7 +98,10 @@ class _Mod:
             if not (hasattr(array, "shape") and hasattr(array, "dtype")):
                 raise TypeError(f"array {number} of {self.name} is {kind_of(array)}; it must be an array")
             if len(array.shape) == 0:
-                raise ValueError(f"array {number} of {self.name} has no axis; it must have at least one")
+                raise ValueError(
+                    f"array {number} of {self.name} has no axis; it must have at least one, as x.reshape(1) "
+                    "has"
+                )
             if dtype_of(array).name not in _ELEMENT_TYPES:
                 allowed = ", ".join(_ELEMENT_TYPES)
                 raise TypeError(f"array {number} of {self.name} has dtype {array.dtype}; it may be {allowed}")

@@ -1779,9 +1779,41 @@ def test_an_array_without_4_axes_is_named(rng, function, name):
     arrays = dict(zip(("query", "key", "value"), draw(rng, 6, 9), strict=True))
     arrays[name] = arrays[name][0]
     axes = "batch, heads, seqlen" if function is pytorchs else "batch, seqlen, heads"
-    message = rf"^{name} has shape \(\d, \d, 8\); it must have the 4 axes \({axes}, head_dim\)$"
+    message = (
+        rf"^{name} has shape \(\d, \d, 8\); it must have the 4 axes \({axes}, head_dim\), or query, key and "
+        "value all the last 3 of these$"
+    )
     with pytest.raises(ValueError, match=message):
         function(*arrays.values())
+
+
+@pytest.mark.parametrize("dropout_p", [None, 1.0, "8"])
+def test_who_gives_flash_attn_3s_scale_by_position_learns_to_give_it_by_name(rng, dropout_p):
+    q, k, v = draw(rng, 6, 9)
+    hint = "; if softmax_scale is meant, give it by name$"
+    with pytest.raises((TypeError, ValueError), match=rf"^dropout_p is .*{hint}"):
+        compat.flash_attn_func(q, k, v, dropout_p, True)
+    with pytest.raises(TypeError, match=r"^seed is 0\.5; it must be an integer$"):
+        compat.flash_attn_func(q, k, v, 0.5, seed=0.5)
+    with pytest.raises(TypeError, match=r"^dropout_p is None; it may be a number$"):
+        pytorchs(q, k, v, dropout_p=None)
+
+
+def test_errors_about_arguments_of_packed_tensors_name_the_function(rng):
+    q, k, v = draw(rng, 6, 6, kv_heads=4)
+    kv, qkv, ends = np.stack((k, v), 2), np.stack((q, k, v), 2), np.array([0, 6, 12], np.int32)
+    calls = {
+        "flash_attn_qkvpacked_func": (qkv,),
+        "flash_attn_kvpacked_func": (q, kv),
+        "flash_attn_varlen_qkvpacked_func": (qkv.reshape(12, 3, 4, 8), ends, 6),
+        "flash_attn_varlen_kvpacked_func": (q.reshape(12, 4, 8), kv.reshape(12, 2, 4, 8), ends, ends, 6, 6),
+    }
+    for name, arguments in calls.items():
+        function = getattr(compat, name)
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'window'"):
+            function(*arguments, window=(1, 1))
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got multiple values for argument 'dropout_p'"):
+            function(*arguments, 0.0, dropout_p=0.0)
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k"])

@@ -416,6 +416,27 @@ def test_least_integers():
     assert "(-9223372036854775807LL - 1)" in write(i + -(2**63))
 
 
+class Number:
+    """Another library's array without axes, as torch.tensor(0.5) is."""
+
+    shape = ()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("abs", "NumPy's function, np.abs"),
+        ("clip", "NumPy's function, np.clip"),
+        ("clamp", "NumPy's function, np.clip"),
+        ("tanh", "NumPy's function, np.tanh"),
+        ("sigmoid", "NumPy's functions"),
+    ],
+)
+def test_methods_of_other_libraries_have_functions_instead(name, instead):
+    with pytest.raises(AttributeError, match=rf"^a traced value has no attribute '{name}'; use {instead}$"):
+        getattr(symbol("x", "float"), name)()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -430,6 +451,8 @@ def test_least_integers():
         (lambda x, i, t: np.reciprocal(i), r"np\.reciprocal is applied to int32.*use 1 / x$"),
         (lambda x, i, t: math.trunc(x), r"\.astype\(np\.int32\)$"),
         (lambda x, i, t: [1.0, 2.0][i], r"cufa\.ScoreMod\(function, table\)"),
+        (lambda x, i, t: list(range(i)), r"cannot be one of Python's integers, as range\(\) and indices of"),
+        (lambda x, i, t: x + Number(), r"an array without axes .* give it x\.reshape\(1\), .*float\(x\)"),
         (lambda x, i, t: TABLE[i, i], r"cufa\.ScoreMod\(function, table\)"),
         (lambda x, i, t: x + BITS, r"cufa\.ScoreMod\(function, slopes\)"),
         (lambda x, i, t: x * t, r"an element, as in slopes\[h\]"),

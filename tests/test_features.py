@@ -634,7 +634,8 @@ def test_impossible_sequences(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("name", ["bias", "sink"])
 def test_gradients_of_what_is_not_there_are_refused(name: str) -> None:
     q, lse = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 2, 3), np.float32)
-    with pytest.raises(ValueError, match=f"^the gradient of {name} is requested, but there is no {name}$"):
+    message = f"^the gradient of {name} is requested, but there is no {name}; give {name}, as to the forward$"
+    with pytest.raises(ValueError, match=message):
         cufa.attention_backward(q, q, q, q, q, lse, **{f"return_d{name}": True}, backend="numpy")
 
 

@@ -336,7 +336,7 @@ def endless(score: Any, *place: Any) -> Any:
         ),
         ({"score_mod": np.ones((2, 3))}, TypeError, r"is a numpy.ndarray of shape \(2, 3\); it must"),
         ({"score_mod": lambda s, *_: None}, TypeError, "None is not a number; is a return missing"),
-        ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
+        ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, r"cannot be traced: a traced .*np\.clip$"),
         ({"score_mod": endless}, TypeError, "score_mod cannot be traced: maximum recursion depth exceeded"),
         (
             {"score_mod": lambda s, b, h, i, j: functools.reduce(lambda x, _: -x, range(5000), 1.0 * i) + s},
@@ -369,7 +369,7 @@ class Foreign:
             lambda s, b, h, i, j: s + Foreign()[h],
             r"IndexError: only integers are valid indices \(got Expression\)",
         ),
-        (lambda s, b, h, i, j: (i - j).abs(), "AttributeError: 'Expression' object has no attribute 'abs'"),
+        (lambda s, *_: {}.abs(), "AttributeError: 'dict' object has no attribute 'abs'"),  # type: ignore[attr-defined]
         (lambda s, *_: divmod(s, 2), r"TypeError: unsupported operand type\(s\) for divmod\(\): .*"),
         (lambda s, b, h, i, j: {0: s}[h], r"KeyError: Expression\(.*\)"),
         (lambda s, *_: {}["mine"], "KeyError: 'mine'"),
@@ -574,7 +574,7 @@ def test_plan_of_gradients_of_arrays(function: Any, kernel: str) -> None:
     ("array", "error", "message"),
     [
         ([1.0], TypeError, "array 0 of score_mod is a list; it must be an array"),
-        (np.float64(3), ValueError, "array 0 of score_mod has no axis"),
+        (np.float64(3), ValueError, r"array 0 of score_mod has no axis; .* as x\.reshape\(1\) has$"),
         (np.zeros(3, np.complex64), TypeError, "array 0 of score_mod has dtype complex64; it may be"),
         (np.zeros(3, np.uint64), TypeError, "array 0 of score_mod has dtype uint64; it may be"),
     ],

@@ -21,6 +21,8 @@ R = TypeVar("R")
 
 # The names that PyTorch and JAX give to cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+# What else `attend_without_batch` takes.
+OR_WITHOUT_BATCH = ", or query, key and value all the last 3 of these"
 # Arguments of flash-attn 3 and 4 that may only have their defaults here, and what to do instead.
 _REMEDIES = {
     "qv": "concatenate qv and q along the last axis, and v and k, as examples/latent.py does",
@@ -110,7 +112,12 @@ def dropout_of(
     """
     if seed is None and offset is None and type(dropout_p) is float and dropout_p == 0:
         return 0.0, 0, 0  # as in almost all calls
-    options = check_dropout(dropout_p, 0 if seed is None else seed, 0 if offset is None else offset)
+    try:
+        options = check_dropout(dropout_p, 0 if seed is None else seed, 0 if offset is None else offset)
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("dropout_p"):
+            error.args = (f"{error}{otherwise}",)
+        raise
     if options[0] > 0 and seed is None and offset is None:
         raise ValueError(
             f"dropout_p is {options[0]} and seed is not given; give a new seed or offset in every call"
@@ -163,12 +170,12 @@ def given(**named: Any) -> dict[str, Any]:
 
 
 def shape_of(
-    name: str, array: Any, axes: str = "(batch, seqlen, heads, head_dim)"
+    name: str, array: Any, axes: str = "(batch, seqlen, heads, head_dim)", otherwise: str = ""
 ) -> tuple[int, int, int, int]:
-    """The shape of an array; raises ValueError unless it has these 4 axes."""
+    """The shape of an array; raises ValueError, with what it may have `otherwise`, unless it has 4 axes."""
     shape = tuple(array.shape)
     if len(shape) != 4:
-        raise ValueError(f"{name} has shape {shape}; it must have the 4 axes {axes}")
+        raise ValueError(f"{name} has shape {shape}; it must have the 4 axes {axes}{otherwise}")
     return shape
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
@@ -170,7 +171,7 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> 
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about_packed("qkv"):
+    with _errors_about_packed("flash_attn_qkvpacked_func", "qkv"):
         return flash_attn_func(
             *_unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)"), *options, **named_options
         )
@@ -193,7 +194,7 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about_packed("kv"):
+    with _errors_about_packed("flash_attn_kvpacked_func", "kv"):
         k, v = _unpacked("kv", kv, "(batch, seqlen_k, 2, kv_heads, head_dim)")
         return flash_attn_func(q, k, v, *options, **named_options)
 
@@ -383,7 +384,7 @@ def flash_attn_varlen_qkvpacked_func(
         TypeError: what `cufa.attention` raises.
     """
     names = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-    with _errors_about_packed("qkv", **names):
+    with _errors_about_packed("flash_attn_varlen_qkvpacked_func", "qkv", **names):
         q, k, v = _unpacked("qkv", qkv, "(tokens, 3, heads, head_dim)")
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
@@ -407,7 +408,7 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    with _errors_about_packed("kv"):
+    with _errors_about_packed("flash_attn_varlen_kvpacked_func", "kv"):
         k, v = _unpacked("kv", kv, "(tokens, 2, kv_heads, head_dim)")
         return flash_attn_varlen_func(q, k, v, *options, **named_options)
 
@@ -437,10 +438,11 @@ def _check_ends_of_keys_in_pages(cu_seqlens_k: Any, k: Any, block_table: Any) ->
 
 
 @contextlib.contextmanager
-def _errors_about_packed(packed: str, **names: str) -> Iterator[None]:
+def _errors_about_packed(function: str, packed: str, **names: str) -> Iterator[None]:
     """Let errors about parts of "qkv" or "kv" name that array, and others by `names`.
 
-    If they show shapes, which are those of the parts, they say which part.
+    If they show shapes, which are those of the parts, they say which part. Python's errors about arguments
+    that there are not, or are given twice, name the function that was called.
     """
     try:
         yield
@@ -449,6 +451,7 @@ def _errors_about_packed(packed: str, **names: str) -> Iterator[None]:
             part: f"{packed}[..., {i}, :, :]" if "shape" in str(error) else packed
             for i, part in enumerate(packed)
         }
+        error.args = (re.sub(r"^\w+\(\) got", f"{function}() got", str(error)),)
         raise renamed(error, names | of_parts) from None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from cufa.arguments import check_broadcast, check_flags
 from cufa.arrays import check_same_kind, namespace_of
 from cufa.compat.arguments import (
+    OR_WITHOUT_BATCH,
     TENSORS,
     arange,
     as_integers,
@@ -106,9 +107,8 @@ def dot_product_attention(
         options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, **of_scores, **lengths}
         options |= {"local_window_size": local_window_size, "return_residual": return_residual}
         return attend_without_batch(dot_product_attention, query, key, value, **options)
-    batch, seqlen_q, heads, _ = shape_of("query", query)
-    _, seqlen_k, _, _ = shape_of("key", key)
-    shape_of("value", value)
+    shapes = [shape_of(name, array, otherwise=OR_WITHOUT_BATCH) for name, array in tensors.items()]
+    (batch, seqlen_q, heads, _), (_, seqlen_k, _, _), _ = shapes
     check_values(value, key)
     bias, mask = (None if array is None else for_each_key(array, seqlen_k) for array in (bias, mask))
     for name, array in given(bias=bias, mask=mask).items():

@@ -8,6 +8,7 @@ import numpy as np
 
 from cufa.arguments import check_flags
 from cufa.compat.arguments import (
+    OR_WITHOUT_BATCH,
     TENSORS,
     attend_without_batch,
     attention_as,
@@ -100,8 +101,8 @@ def scaled_dot_product_attention(
         return attend_without_batch(scaled_dot_product_attention, query, key, value, **options)
     causal_bias, attn_mask = (attn_mask, None) if _is_causal_bias(attn_mask) else (None, attn_mask)
     check_arrays(**given(attn_mask=attn_mask))
-    q_shape, k_shape = shape_of("query", query, _AXES), shape_of("key", key, _AXES)
-    shape_of("value", value, _AXES)
+    tensors = {"query": query, "key": key, "value": value}
+    q_shape, k_shape, _ = (shape_of(name, x, _AXES, OR_WITHOUT_BATCH) for name, x in tensors.items())
     (_, heads, seqlen_q, _), (_, kv_heads, keys, _) = q_shape, k_shape
     check_values(value, key)
     if not enable_gqa and heads != kv_heads:

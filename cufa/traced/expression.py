@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -117,6 +117,12 @@ class Expression:
             raise TypeError(f"a traced value cannot be made {name}; it may be {', '.join(_CASTS)}")
         return _cast(self, kind_of_dtype(np.dtype(dtype)))
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for attributes that there are not, such as other libraries' methods."""
+        function = "clip" if name == "clamp" else name
+        instead = f"NumPy's function, np.{function}" if function in _TRACEABLE else "NumPy's functions"
+        raise AttributeError(f"a traced value has no attribute {name!r}; use {instead}")
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Expression:
         """Called by NumPy for ufuncs with an expression among their arguments."""
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
@@ -164,8 +170,9 @@ class Expression:
 
     def __index__(self) -> int:
         raise TypeError(
-            "a traced value can only index arrays that the function is given; give it the array, as in "
-            "cufa.ScoreMod(function, table), and read table[q_idx, kv_idx] there"
+            "a traced value cannot be one of Python's integers, as range() and indices of lists and of other "
+            "arrays need; it can only index arrays that the function is given, as in table[q_idx, kv_idx] "
+            "with cufa.ScoreMod(function, table)"
         )
 
     def __iter__(self) -> Any:
@@ -243,7 +250,13 @@ def lifted(value: Any) -> Expression:
         return Expression("constant", "int32" if -(2**31) <= value < 2**31 else "int64", (), value)
     if isinstance(value, float):
         return Expression("constant", "float", (), value)
-    if hasattr(value, "shape"):
+    shape = getattr(value, "shape", None)
+    if shape == ():
+        raise TypeError(
+            "an array without axes is used that the function is not given; give it x.reshape(1), as in "
+            "cufa.ScoreMod(function, x.reshape(1)), and read element 0 there; or, for a constant, float(x)"
+        )
+    if shape is not None:
         raise TypeError(
             "an array is used that the function is not given; give it the array, as in "
             "cufa.ScoreMod(function, slopes), and read an element there"
@@ -499,6 +512,10 @@ _COMPOSED: Mapping[str, Callable[..., Expression]] = {
 }
 
 
+# The NumPy functions that can be traced.
+_TRACEABLE = {*OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}
+
+
 def has_reciprocal(divisor: Expression) -> bool:
     """Whether it is a constant whose float32 reciprocal has all bits; 0 or inf could make inf * 0, a NaN."""
     if divisor.operation != "constant":
@@ -507,8 +524,7 @@ def has_reciprocal(divisor: Expression) -> bool:
 
 
 def _unknown(name: str) -> str:
-    known = ", ".join(sorted({*OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}))
-    return f"np.{name} cannot be traced; these can: {known}"
+    return f"np.{name} cannot be traced; these can: {', '.join(sorted(_TRACEABLE))}"
 
 
 def _as_product(base: Expression, exponent: Expression) -> Expression | None:

@@ -178,7 +178,9 @@ def attention(
         v_descale: the same for v.
         dropout_p: fraction of the probabilities that is set to 0 at random, 0 <= dropout_p < 1, rounded to a
             multiple of 2**-15. The others are multiplied by 1 / (1 - dropout_p). The LSE is unaffected.
-        seed: seed of dropout's random numbers, 64 bits (Philox4x32-7).
+        seed: seed of dropout's random numbers, 64 bits (Philox4x32-7). By default it is the same in every
+            call, so that a backward drops what its forward did; give each forward call another seed or
+            offset, or all of them drop the same elements.
         offset: which random sequence of that seed to use, 32 bits; use a new one in every call.
         cu_seqlens_q: (batch + 1,) int32, for packed sequences: offsets, not lengths, where each sequence
             starts, and where the last ends. q and out are then (tokens, heads, head_dim); rows and keys of
@@ -399,7 +401,8 @@ def attention_backward(
         max_seqlen_k: the most keys that a sequence of cu_seqlens_k has, if you know it. Only planning uses
             it: if they are few, a block has a whole sequence. No result depends on it.
         precision: as in `attention`; it may differ from the forward call's.
-        deterministic: the same bits in every run; slower on a GPU.
+        deterministic: the same bits in every run; slower on a GPU. On the CPU, always so, but with another
+            number of threads all gradients except dq may have other bits.
         return_dbias: also return the gradient of the bias.
         return_dsink: also return the gradient of the sink.
         return_dscore_mod: also return the gradients of the arrays that score_mod, a `cufa.ScoreMod`, reads.

@@ -49,7 +49,8 @@ class Comparison:
 
     `error` is |actual - exact| of the worst element, infinite if only one of the two is NaN or infinite.
     `standard` is the error of standard attention, `rounding` that of the exact result itself. `wrong` of the
-    `size` elements have too large an error. `worst` describes the worst element.
+    `size` elements have too large an error. `not_finite` are NaN or the same infinity in both, and so have
+    none. `worst` describes the worst element.
     """
 
     what: str
@@ -59,6 +60,7 @@ class Comparison:
     rounding: float
     factor: float
     wrong: int
+    not_finite: int
     size: int
     worst: str
 
@@ -135,6 +137,7 @@ def compare(
         rounding=of_worst[1],
         factor=factor,
         wrong=int(np.count_nonzero(~good)),
+        not_finite=int(np.count_nonzero(good & ~finite)),
         size=good.size,
         worst=worst,
     )

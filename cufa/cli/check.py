@@ -76,6 +76,7 @@ class Check:
                     "allowed": each.allowed,
                     "ok": each.ok,
                     "wrong": each.wrong,
+                    "not_finite": each.not_finite,
                     "of": each.size,
                 }
                 for each in self.comparisons

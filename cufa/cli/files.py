@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from cufa.cli.output import Failure, OutOfMemory, Wrong
-from cufa.problem import FLOAT8, INPUT_DTYPES
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -96,13 +96,19 @@ def check_folder(option: str, path: Path) -> None:
         raise Failure(f"{option} {path}: {error.strerror or error}") from error
 
 
-def save(path: Path, results: Mapping[str, Array]) -> None:
-    """Write `out` alone to an .npy file, or all results by name to an .npz file."""
+def save(path: Path, results: Mapping[str, Array]) -> bool:
+    """Write `out` alone to an .npy file, or all results by name to an .npz file.
+
+    Returns whether one of them is bfloat16, of which NumPy stores that elements have two opaque bytes.
+    """
+    alone = path.suffix.lower() == ".npy"
+    written = {"out": results["out"]} if alone else results
     with writing("--out", path) as stream:
-        if path.suffix.lower() == ".npy":
-            np.save(stream, results["out"], allow_pickle=False)
+        if alone:
+            np.save(stream, written["out"], allow_pickle=False)
         else:
-            np.savez(stream, allow_pickle=False, **results)
+            np.savez(stream, allow_pickle=False, **written)
+    return any(array.dtype == DTYPES["bfloat16"] for array in written.values())
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ from cufa.cli.workload import (
 )
 from cufa.kernels import KERNELS
 from cufa.plan import Plan
-from cufa.problem import Direction, Problem
+from cufa.problem import DTYPES, Direction, Problem
 from cufa.score_rules import Rules
 from cufa.timing import Timing
 
@@ -55,6 +55,8 @@ DEFAULT_SIZES = {"batch": 2, "seqlen": 512, "heads": 4, "head_dim": 64}
 DEFAULT_DTYPE = "float32"
 # Sizes that --varlen sets.
 _VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
+# How NumPy stores what it has no name for, and how to read it.
+_BFLOAT16_AGAIN = "as |V2; numpy.load(...).view(ml_dtypes.bfloat16) reads it"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class _Step:
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results, 0 for tokens after those of --varlen: .npy for only the output, .npz for all.",
+    help="Write the results, 0 for tokens after those of --varlen: .npy for only the output, .npz for all. "
+    f"bfloat16 is stored {_BFLOAT16_AGAIN}.",
 )
 @count_option("--batch", "Batch size of the generated problem.", show_default=str(DEFAULT_SIZES["batch"]))
 @count_option("--seqlen", "Length of queries and of keys.", show_default=str(DEFAULT_SIZES["seqlen"]))
@@ -103,7 +106,7 @@ class _Step:
     "--dtype",
     type=INPUT_DTYPE,
     show_default=DEFAULT_DTYPE,
-    help="Dtype of q, k and v; those from files may have any of these, and are converted.",
+    help="Dtype of q, k and v; those from files are converted to it, and without it keep theirs.",
 )
 @seed_option
 @feature_options(files=True)
@@ -220,13 +223,12 @@ def command(
     results, steps = _compute(workload, rungs)
     if features.varlen is not None:
         _clear_others(results, features.varlen)
-    if destination is not None:
-        files.save(destination, results)
+    has_bfloat16 = destination is not None and files.save(destination, results)
     verdict = workload.check(host, results, rng) if checked else None
     if as_json:
         output.print_json(_document(workload, steps, seed, verdict, destination))
     else:
-        _report(steps, verdict, destination)
+        _report(steps, verdict, destination, has_bfloat16)
     if verdict is not None and not verdict.ok:
         raise click.exceptions.Exit(output.WRONG)
 
@@ -237,7 +239,22 @@ def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtyp
     if missing and any(locations[name] for name in TENSORS):
         raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
     dtypes = dict.fromkeys(TENSORS, dtype) | dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
-    return {name: files.load(name, at, dtypes.get(name)) for name, at in locations.items() if at is not None}
+    loaded = {
+        name: files.load(name, at, dtypes.get(name)) for name, at in locations.items() if at is not None
+    }
+    _check_one_dtype({name: x.dtype for name, x in loaded.items() if name in TENSORS and not dtypes[name]})
+    return loaded
+
+
+def _check_one_dtype(dtypes: dict[str, np.dtype[Any]]) -> None:
+    """Raise Failure for unconverted tensors of several dtypes; leave what none may have to other checks."""
+    allowed = {name: dtype for name, dtype in dtypes.items() if dtype in DTYPES.values()}
+    for name, dtype in allowed.items():
+        of_q = allowed.get("q", dtype)
+        if dtype != of_q:
+            raise output.Failure(
+                f"--{name} has dtype {dtype} and --q {of_q}; they must be the same; --dtype converts them"
+            )
 
 
 def _problem_of(
@@ -385,7 +402,9 @@ def _print_what_is_run(workload: Workload, on_gpu: bool) -> None:
     output.print_prose(f"cufa {cufa.__version__} on {place(on_gpu)}\n{workload.problem('forward')}\n\n")
 
 
-def _report(steps: list[_Step], verdict: check.Check | None, destination: Path | None) -> None:
+def _report(
+    steps: list[_Step], verdict: check.Check | None, destination: Path | None, has_bfloat16: bool
+) -> None:
     console = output.stdout()
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:
@@ -399,6 +418,8 @@ def _report(steps: list[_Step], verdict: check.Check | None, destination: Path |
         _report_check(verdict)
     if destination is not None:
         console.print(f"\nwritten to {destination}", soft_wrap=True)
+        if has_bfloat16:
+            console.print(f"bfloat16 is stored {_BFLOAT16_AGAIN}", soft_wrap=True)
 
 
 def _plan_summary(plan: Plan) -> str:
@@ -423,6 +444,11 @@ def _report_check(verdict: check.Check) -> None:
     console.print("")
     output.print_table(table)
     output.print_prose(f"\nchecked against float64: {verdict.coverage}")
+    not_finite = [
+        f"{each.not_finite} of {each.size} of {each.what}" for each in verdict.comparisons if each.not_finite
+    ]
+    if not_finite:
+        output.print_prose(f"NaN or infinite, as in float64: {', '.join(not_finite)}")
     console.print("PASS" if verdict.ok else "FAIL", style="bold green" if verdict.ok else "bold red")
     for each in verdict.comparisons:
         if not each.ok:

@@ -464,7 +464,8 @@ def test_what_numpy_has_no_name_for_goes_in_and_out_as_it_stores_it(qkv, tmp_pat
     assert np.load(tmp_path / "q.npy").dtype == np.dtype(opaque)
     assert f"add --dtype {dtype}" in refused("run", *options)
     assert f"add --dtype {dtype}" in refused("run", *options, "--dtype", "float16")
-    run("run", *options, "--dtype", dtype, "--out", tmp_path / "out.npy")
+    report = run("run", *options, "--dtype", dtype, "--out", tmp_path / "out.npy").stdout
+    assert "\nbfloat16 is stored as |V2; numpy.load(...).view(ml_dtypes.bfloat16) reads it\n" in report
     out = np.load(tmp_path / "out.npy").view(DTYPES["bfloat16"])
     assert np.array_equal(out, cufa.attention(*stored, backend="numpy"))
 
@@ -488,9 +489,35 @@ def test_a_bias_from_a_file_keeps_its_dtype(tmp_path, dtype):
 
 
 def test_dtype_converts_files(qkv, files, tmp_path):
-    run("run", *files, "--dtype", "float16", "--out", tmp_path / "out.npy")
+    report = run("run", *files, "--dtype", "float16", "--out", tmp_path / "out.npy").stdout
+    assert "is stored as" not in report
     halves = [array.astype(np.float16) for array in qkv]
     assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(*halves, backend="numpy"))
+
+
+@pytest.mark.parametrize("name", ["k", "dout"])
+def test_files_of_several_dtypes_ask_for_one(files, tmp_path, name):
+    np.save(tmp_path / "half.npy", draw(5, 2, 33 if name == "dout" else 47, 4, 16, dtype=np.float16))
+    several = [*files, f"--{name}", tmp_path / "half.npy"]
+    expected = f"--{name} has dtype float16 and --q float32; they must be the same; --dtype converts them"
+    assert expected in refused("run", *several)
+    assert "dtype" not in refused("run", *several, "--dtype", "float32")  # but of their shapes
+
+
+def test_what_is_not_finite_is_counted(tmp_path, monkeypatch):
+    q = draw(4, 1, 6, 2, 8)
+    q[0, 2] = np.nan
+    np.save(tmp_path / "q.npy", q)
+    tensors = [part for name in "qkv" for part in (f"--{name}", tmp_path / "q.npy")]
+    causal = ("run", *tensors, "--causal", "--no-backward")
+    line = "\nNaN or infinite, as in float64: 64 of 96 of out, 8 of 12 of lse\n"
+    assert line in run(*causal).stdout
+    out, lse = run_json(*causal)["check"]["results"]
+    assert (out["not_finite"], lse["not_finite"]) == (64, 8)
+    assert "NaN" not in run("run", *SMALL).stdout
+    corrupt(monkeypatch, "attention", 0, lambda value: np.nan)
+    (out, _) = run_json("run", *SMALL, "--no-backward", code=1)["check"]["results"]
+    assert (out["wrong"], out["not_finite"]) == (1, 0)
 
 
 class _Exploit:
@@ -622,7 +649,7 @@ def test_a_compressed_file_that_is_broken_is_refused(files, tmp_path):
         (np.zeros((2, 33, 4, 16), np.int32), "q has dtype int32"),
         (np.zeros((2, 33, 4), np.float32), "q has shape (2, 33, 4)"),
         (np.zeros((2, 33, 3, 16), np.float32), "q has 3 heads and k 2"),
-        (np.zeros((2, 33, 4, 16), np.float64), "k has dtype float32 and q float64"),
+        (np.zeros((2, 33, 4, 16), np.float64), "--k has dtype float32 and --q float64; they must"),
         (np.zeros((2, 33, 4, 16), ">f4"), "q has dtype >f4"),
     ],
 )

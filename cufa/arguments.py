@@ -109,7 +109,9 @@ def check_options(options: Options) -> None:
 
 def check_gradients(gradients: object) -> None:
     """Check the requested gradients beyond q, k and v; raise ValueError with the allowed values."""
-    if not isinstance(gradients, (tuple, list)) or not all(name in _GRADIENTS for name in gradients):
+    if not isinstance(gradients, (tuple, list)) or not all(
+        isinstance(name, str) and name in _GRADIENTS for name in gradients
+    ):
         raise ValueError(
             f"gradients is {shown(gradients)}; it may be a tuple of {one_of(map(repr, _GRADIENTS))}"
         )

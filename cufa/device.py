@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from cufa import driver
+from cufa.messages import shown
 from cufa.rounding import ceil_div, round_up
 
 KIB = 1024
@@ -66,7 +67,7 @@ class Arch:
             return text
         match = _ARCH_PATTERN.fullmatch(str(text))
         if match is None:
-            raise ValueError(f"{name} is {text!r}; give it as {_ARCH_FORMS}")
+            raise ValueError(f"{name} is {shown(text)}; give it as {_ARCH_FORMS}")
         arch = cls(
             major=int(match["major"]),
             minor=int(match["minor"]),

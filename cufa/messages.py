@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 # What precedes an argument's name in a message. Elsewhere, "mask" is a word and 'q' a value.
 _BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or|overlaps) "
@@ -28,11 +30,26 @@ def byte_order(dtype: object) -> str:
     return "" if getattr(dtype, "isnative", True) else ", in the machine's byte order"
 
 
+class _Shown(reprlib.Repr):
+    """repr, but of arrays only their shape, also inside lists and the like, and of what is long a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = 8
+        self.maxlong = self.maxstring = self.maxother = 100
+
+    def repr1(self, x: Any, level: int) -> str:
+        shape = getattr(x, "shape", ())
+        has_axes = isinstance(shape, tuple) and len(shape) > 0  # a module's `shape` is a function
+        return f"{kind_of(x)} of shape {tuple(shape)}" if has_axes else super().repr1(x, level)
+
+
+_SHOWN = _Shown()
+
+
 def shown(value: object) -> str:
     """The value of an option as given; for an array, which may be large and on a GPU, only its shape."""
-    shape = getattr(value, "shape", ())
-    has_axes = isinstance(shape, tuple) and len(shape) > 0  # a module's `shape` is a function
-    return f"{kind_of(value)} of shape {tuple(shape)}" if has_axes else repr(value)
+    return _SHOWN.repr(value)
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:

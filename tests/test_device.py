@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cufa import device, driver
@@ -75,6 +76,11 @@ def no_gpu(monkeypatch):
 )
 def test_arch_parses(text, expected):
     assert Arch.parse(text) == expected
+
+
+def test_an_arch_that_holds_an_array_is_shown_by_its_shape():
+    with pytest.raises(ValueError, match=r"^arch is \[a numpy\.ndarray of shape \(9,\)\]; give it as"):
+        Arch.parse([np.ones(9)])
 
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_90a", "sm_103f", "compute_80", "compute_120f"])

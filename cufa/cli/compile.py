@@ -220,9 +220,9 @@ def command(
     """Compile kernels and show the resources of each.
 
     No GPU is needed. Compiles every kernel for every given arch, dtype, head dim and tile size. KERNEL is a
-    name from `cufa kernels`, or its number, like fwd_4. Shows the seconds that NVRTC took (in brackets if
-    cached), registers per thread, bytes that spills store and load, shared memory per block, blocks and warps
-    per SM, and the tile sizes.
+    name from `cufa kernels`; up to the number suffices, as in fwd_4. Shows the seconds that NVRTC took (in
+    brackets if cached), registers per thread, bytes that spills store and load, shared memory per block,
+    blocks and warps per SM, and the tile sizes.
 
     Exits with 1 if anything fails to compile.
     """

@@ -77,17 +77,19 @@ def memory_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def library_errors() -> Iterator[None]:
+def library_errors(prefix: str = "--") -> Iterator[None]:
     """Turn the errors that the library documents into a message without a traceback.
 
     Wrap only calls of the library in this, so that mistakes in the command's own code show. Arguments that an
-    option stands for get its name.
+    option stands for get its name; those of kernels and tiles begin with `prefix`.
     """
+    # "tiles" alone would also be a word.
+    of_rungs = {"kernel": f"{prefix}kernel", "tiles has": f"{prefix}tile has"}
     try:
         with memory_errors():
             yield
     except (ValueError, TypeError, GPUUnavailableError, NVRTCMissingError) as error:
-        raise Failure(str(renamed(error, _OPTIONS))) from error
+        raise Failure(str(renamed(error, _OPTIONS | of_rungs))) from error
     except (CompileError, LaunchError, OSError) as error:  # OSError: compiled code cannot be kept
         raise Wrong(str(error)) from error
 

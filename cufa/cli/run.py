@@ -55,6 +55,8 @@ DEFAULT_SIZES = {"batch": 2, "seqlen": 512, "heads": 4, "head_dim": 64}
 DEFAULT_DTYPE = "float32"
 # Sizes that --varlen sets.
 _VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
+# How the options of a direction's kernel begin.
+_PREFIXES: dict[Direction, str] = {"forward": "--", "backward": "--backward-"}
 # How NumPy stores what it has no name for, and how to read it.
 _BFLOAT16_AGAIN = "as |V2; numpy.load(...).view(ml_dtypes.bfloat16) reads it"
 
@@ -119,7 +121,7 @@ class _Step:
     type=KernelName(KERNELS, "forward"),
     metavar="KERNEL",
     show_default="the fastest",
-    help="A kernel from `cufa kernels`, or its number, like fwd_4.",
+    help="A kernel from `cufa kernels`; its name up to the number suffices, as in fwd_4.",
 )
 @click.option(
     "--backward-kernel",
@@ -215,7 +217,7 @@ def command(
         _plans(workload, rungs)  # refuse what no kernel supports before allocating
     else:
         for direction, rung in rungs.items():
-            refuse_on_cpu(rung, "--backward-" if direction == "backward" else "--")
+            refuse_on_cpu(rung, _PREFIXES[direction])
     if not as_json:  # at once, since what follows may take minutes
         _print_what_is_run(workload, on_gpu)
     host = make_arrays(problem, features, layout, rng, from_files)
@@ -315,7 +317,9 @@ def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, 
     with output.library_errors():  # as compiling would
         jit.debug_options()
         jit.extra_options()
-    return {direction: workload.plan(direction, rung) for direction, rung in rungs.items()}
+    return {
+        direction: workload.plan(direction, rung, _PREFIXES[direction]) for direction, rung in rungs.items()
+    }
 
 
 def _explain(plans: dict[Direction, Plan], as_json: bool) -> None:

@@ -11,6 +11,7 @@ from cufa.cli.options import not_in_keys
 from cufa.device import Arch, Device
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
+from cufa.messages import renamed
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.companions import (
     Appending,
@@ -151,7 +152,8 @@ def compile_variant(request: Request) -> Compiled:
         planned = _plan(request)
     except ValueError as error:
         # The error names the kernel, as the table does.
-        return Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
+        reason = str(renamed(error, {"tiles has": "--tile has"}))
+        return Compiled(request, skipped=reason.removeprefix(f"kernel is {request.kernel!r}: "))
     except RuntimeError as error:  # the kernel's planner is wrong
         return Compiled(request, error=str(error))
     try:
@@ -193,7 +195,7 @@ def _plan(request: Request) -> Planned:
         plan = make_plan(problem, device, name, request.tiles)
         return Planned(plan.variant, plan.launches, plan.tiles)
     if request.tiles:
-        raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
+        raise ValueError(f"--tile has {', '.join(request.tiles)}, and {name} has no tiles to choose")
     companion = COMPANIONS[name]
     if request.kv_dtype is not None and not companion.mixes_dtypes:
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")

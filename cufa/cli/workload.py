@@ -114,13 +114,13 @@ class Workload:
         with memory_errors():
             return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
 
-    def plan(self, direction: Direction, rung: Rung) -> cufa.Plan:
-        """The Plan that the call uses on a GPU."""
+    def plan(self, direction: Direction, rung: Rung, prefix: str = "--") -> cufa.Plan:
+        """The Plan that the call uses on a GPU; errors name the rung's options, which begin with `prefix`."""
         options = self._options(rung)
         del options["backend"]
         if direction == "backward":
             options |= {"backward": True, "gradients": self.gradients[3:]} | self._backward_options()
-        with library_errors():
+        with library_errors(prefix):
             return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
     def problem(self, direction: Direction) -> Problem:
@@ -251,7 +251,8 @@ def use_gpu(backend: str | None) -> bool:
 
 def refuse_on_cpu(rung: Rung, prefix: str = "--") -> None:
     """Raise Failure if a call that computes on the CPU asks for a kernel, its tiles or an arch."""
-    options = {f"{prefix}kernel": rung.kernel, f"{prefix}tile": rung.tiles, "--arch": rung.arch}
+    tiles = rung.tiles and " ".join(f"{name}={size}" for name, size in rung.tiles.items())
+    options = {f"{prefix}kernel": rung.kernel, f"{prefix}tile": tiles, "--arch": rung.arch}
     with library_errors():
         refuse_gpu_options(**options)
 

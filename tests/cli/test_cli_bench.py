@@ -326,7 +326,7 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
             "which has no gradients",
         ),
         (("--kernel", "fwd_1_naive"), "--kernel is 'fwd_1_naive', but this call computes on the CPU"),
-        (("--tile", "block_m=32,64"), "--tile is {'block_m': 32}, but this call computes on the CPU"),
+        (("--tile", "block_m=32,64"), "--tile is 'block_m=32', but this call computes on the CPU"),
         (("--arch", "sm_80"), "--arch is 'sm_80', but this call computes on the CPU"),
         (("--seqlens", "16", "--batch", 2, "--heads", 1, "--head-dim", 600), "shape (2, 16, 1, 600)"),
         (("--seqlens", "16", "--seqused-k", "5"), "--seqused-k has 1 number for 128 sequences"),

@@ -170,7 +170,9 @@ def test_compile_of_kernels_beside_the_ladder():
         entries = others.get(companion["kernel"], [companion["kernel"]])
         assert [entry["name"] for entry in companion["entries"]] == entries
         assert all(entry["registers"] > 0 for entry in companion["entries"])
-    assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
+    assert "--tile has block_m, and merge has no tiles to choose" in refused(
+        "compile", "merge", *TINY, "--tile", "block_m=32"
+    )
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_a_kernel_may_be_named_by_its_number():
     assert message.endswith("or fwd_10_wgmma_wide")
     assert "'fwd_' may stand for fwd_1_naive, " in refused("compile", "fwd_", "--arch", "sm_80")
     assert "bwd" not in refused("run", "--kernel", "fwd_0")
-    assert "or its number" in " ".join(run("compile", "--help").stdout.split())
+    assert "up to the number suffices" in " ".join(run("compile", "--help").stdout.split())
 
 
 def test_json_has_what_was_asked_for():
@@ -377,7 +377,15 @@ def test_what_would_not_compile_is_not_explained(monkeypatch, name, value):
         (("--explain", "--arch", "sm_999"), "arch is 'sm_999'"),
         (("--kernel", "bwd_1_naive"), "'--kernel': bwd_1_naive is a backward kernel"),
         (("--backward-kernel", "fwd_4"), "'--backward-kernel': fwd_4_flash_v2 is a forward kernel"),
-        (("--explain", "--arch", "sm_80", "--tile", "block_q=4"), "tiles has block_q"),
+        (("--tile", "block_m=64", "--tile", "block_n=8"), "--tile is 'block_m=64 block_n=8', but this call"),
+        (("--backward-tile", "block_m=64"), "--backward-tile is 'block_m=64', but this call"),
+        (("--explain", "--arch", "sm_80", "--tile", "block_q=4"), "error: --tile has block_q; it may have"),
+        (("--explain", "--arch", "sm_80", "--backward-tile", "block_q=4"), "--backward-tile has block_q; it"),
+        (("--explain", "--arch", "sm_80", "--kernel", "fwd_6"), "error: --kernel is 'fwd_6_wgmma': fwd_6_w"),
+        (
+            ("--explain", "--arch", "sm_80", "--backward-kernel", "bwd_4_wgmma"),
+            "error: --backward-kernel is 'bwd_4_wgmma': bwd_4_wgmma supports float16",
+        ),
         (("--explain", "--arch", "sm_80", "--softmax-scale", "1e39"), "--softmax-scale is 1e+39; for"),
         (
             ("--explain", "--arch", "sm_80", "--dropout", ".1", "--dropout-seed", 2**64),
@@ -677,7 +685,7 @@ def test_what_only_a_gpu_has_is_refused_before_anything_is_drawn(monkeypatch):
     monkeypatch.setattr(generated, "_draw", None)
     for name, given, shown in (
         ("--kernel", "fwd_4", "'fwd_4_flash_v2'"),
-        ("--backward-tile", "block_m=64", "{'block_m': 64}"),
+        ("--backward-tile", "block_m=64", "'block_m=64'"),
         ("--arch", "sm_80", "'sm_80'"),
     ):
         message = refused("run", "--backend", "numpy", name, given)

@@ -118,7 +118,7 @@ def check_tiles(tiles: object) -> dict[str, int]:
         try:
             sizes[name] = integer(size)
         except TypeError:
-            raise TypeError(f"tiles has {name} {size!r}; it must be an integer") from None
+            raise TypeError(f"tiles has {name} {shown(size)}; it must be an integer") from None
     return sizes
 
 

@@ -47,6 +47,42 @@ def test_lengths_and_features(rng, features):
         check(draw_case(rng, "float32", features, **sizes))
 
 
+@pytest.mark.parametrize(
+    "features",
+    [
+        (),
+        ("causal", "bias"),
+        ("window", "seqused_k", "dropout"),
+        ("packed", "mask_bits"),
+        ("tf32", "softcap"),
+    ],
+    ids=str,
+)
+def test_a_mask_of_keys(rng, features):
+    """It hides them by the exponents of their values, also where halves cannot hold a key or a value."""
+    case = draw_case(rng, "float32", {*features} - {"mask_bits"}, seqlen_q=70, seqlen_k=300, **HEADS)
+    keys = case.problem.k.shape[-3]
+    mask = rng.random((1 if "packed" in features else 2, 1, 1, keys)) < 0.7
+    mask[..., :64], mask[..., 64:128], mask[-1, ..., 192:256] = False, True, rng.integers(2)
+    case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if "mask_bits" in features else mask
+    case.problem.v[..., 70, 0, 3] = np.nan
+    case.problem.v[..., 71, 1, 3] = 1e30
+    check(case)
+
+
+def test_a_mask_of_no_key(rng):
+    case = draw_case(rng, "float32", (), seqlen_q=70, seqlen_k=100, **HEADS)
+    case.arrays["mask"] = np.array([False, True])[:, None, None, None] & np.ones((2, 1, 1, 100), bool)
+    check(case)
+
+
+def test_a_mask_of_the_keys_of_each_head(rng):
+    for kv_heads in (2, 4):  # then that of each has its own halves
+        case = draw_case(rng, "float32", (), seqlen_q=70, seqlen_k=100, **HEADS | {"kv_heads": kv_heads})
+        case.arrays["mask"] = rng.random((2, 4, 1, 100)) < 0.5
+        check(case)
+
+
 @pytest.mark.parametrize("by", ["mask", "mask_mod"])
 def test_tiles_of_which_nothing_is_seen(rng, by):
     """What is in their keys and values shows nowhere; some queries see none at all."""

@@ -140,18 +140,15 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
 # A block of the backward has all keys of a head, or some of them.
 @pytest.mark.parametrize("keys", [100, 1100])
 @pytest.mark.parametrize("features", [(), ("causal",), ("window",), ("seqused_k", "dropout")], ids=str)
+@pytest.mark.parametrize("fastest", [False, True], ids=["mma", "fastest"])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [
-        ("bfloat16", 64),
-        ("float16", 128),
-        ("bfloat16", 256),
-        ("float32", 64),
-        ("float32", 128),
-        ("float64", 128),
+        *[("bfloat16", 64), ("float16", 128), ("bfloat16", 256)],
+        *[("float32", 64), ("float32", 128), ("float32", 256), ("float64", 128)],
     ],
 )
-def test_masks_that_hide_keys(cupy, rng, dtype, head_dim, features, keys):
+def test_masks_that_hide_keys(cupy, rng, dtype, head_dim, fastest, features, keys):
     """In front or behind, all of a sequence, and with gaps, with NaN in what they hide."""
     sizes = {"batch": 5, "heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim}
     case = draw_case(rng, dtype, {*features}, seqlen_q=200, seqlen_k=keys, **sizes)
@@ -163,8 +160,9 @@ def test_masks_that_hide_keys(cupy, rng, dtype, head_dim, features, keys):
     hide_nan(case)
     q, k, v, dout = tensors(cupy, case)
     forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
-    out, lse = cufa.attention(q, k, v, **forward, return_lse=True, kernel="fwd_5_mma")
-    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, kernel="bwd_3_mma")
+    kernels = (None, None) if fastest else ("fwd_5_mma", "bwd_3_mma")
+    out, lse = cufa.attention(q, k, v, **forward, return_lse=True, kernel=kernels[0])
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, kernel=kernels[1])
     with np.errstate(invalid="ignore"):
         assert_attention(out.get(), lse.get(), case.problem, **case.forward)
         assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)

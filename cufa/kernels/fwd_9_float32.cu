@@ -5,7 +5,8 @@
 // memory, and each product becomes three. These take so long that a warpgroup's softmax need not
 // overlap its own products: it hides behind the other warpgroup's. Tensor cores truncate the sums
 // that they add to. So the part that a tile of keys contributes to O is a product of its own, added
-// to O afterwards; of wide heads, one product for each panel.
+// to O afterwards; of wide heads, one product for each panel. A mask that hides keys from all
+// queries that share them, such as padding (HIDES_KEYS), is read by the launch of halves alone.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
 //

@@ -123,10 +123,10 @@ def _fastest(problem: Problem, device: Device, asked: Set[tuple[str, int]]) -> t
 
 
 def _asks_for_registers(problem: Problem) -> bool:
-    """Whether there is more to a score than its product."""
+    """Whether there is more to a score than its product, and a mask hides more than keys."""
     features = problem.features
     added = features.bias is not None or features.alibi
-    functions = features.score_mod is not None or features.key_mask
+    functions = features.score_mod is not None or problem.hides_scores
     return bool(features.softcap or added or features.dropout or functions)
 
 
@@ -177,6 +177,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
             ("HALVING_THREADS", HALVING_THREADS),
             ("PRODUCER_REGISTERS", producer_registers),
             ("CONSUMER_REGISTERS", consumer_registers),
+            ("HIDES_KEYS", problem.hides_keys),
             ("QUERY_TILE_BYTES", query_bytes),
             ("KEY_TILE_BYTES", key_bytes),
             ("SMEM_BYTES", chosen.cost.smem_bytes),

@@ -27,6 +27,10 @@ struct QueryHalves {
     static constexpr int kBytes = kConsumers * QueryRows::kBytes + sizeof(unit);
 };
 
+// Whether all queries that share a key see the same of a mask. Keys that it hides have the exponent
+// -inf, by which their scores are, and are zero.
+constexpr bool kHidesKeys = HIDES_KEYS;
+
 // The units of keys and of their values: the exponent, and 2 to minus the exponent. The latter is
 // negative where halves cannot hold the values, which are then zero there and added to the output
 // directly.
@@ -34,6 +38,7 @@ struct KeyUnits {
     float unit[kBlockN], value_exponent[kBlockN], value_reciprocal[kBlockN];
 
     __device__ bool has_value(int key) const { return value_reciprocal[key] > 0; }
+    __device__ bool shows(int key) const { return value_exponent[key] != negative_infinity(); }
 };
 
 struct TileHalves {
@@ -111,7 +116,10 @@ struct SeenWalk {
         next = find(key + kBlockN);
     }
     __device__ TileLabel label() const {
-        const bool masked = keys.masked(key, seen.cuts(first_row, key));
+        // For hidden keys, only what is added to scores may be NaN, or queries that see no key.
+        const bool asks = kHidesKeys && !kShapedScores ? !seen.shows_any(first_row, key)
+                                                       : seen.cuts(first_row, key);
+        const bool masked = keys.masked(key, asks);
         return {0, key / kBlockN, masked, next >= keys.end};
     }
 

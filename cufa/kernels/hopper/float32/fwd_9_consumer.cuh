@@ -94,7 +94,7 @@ struct Consumer {
     __device__ void make_weights(Weights (&p)[kHalves], Scores& s, int first_key, bool masked) {
         SeenScores seen;
         KeptScores<kBlockN / 2, false> kept;
-        if (kKeyMask && masked) seen.find(rules, row_of(0), first_key);
+        if (kKeyMask && !kHidesKeys && masked) seen.find(rules, row_of(0), first_key);
         if constexpr (kDropout)
             kept.draw(rules.features, rules.matrix, row_of(0), first_key + col_of(0, 0));
         wait_product<0>(s);
@@ -139,9 +139,14 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
             const int key = first_key + col_of(i / 4, i);
-            const bool sees = kKeyMask ? seen.at(i) : rules.sees(row_of(i / 2 % 2), key);
-            if (!sees) s[i] = negative_infinity();
+            if (!sees(seen, i, key)) s[i] = negative_infinity();
         }
+    }
+
+    __device__ bool sees(const SeenScores& seen, int i, int key) const {
+        if constexpr (kKeyMask && !kHidesKeys) return seen.at(i);
+        const bool shown = !kHidesKeys || keys().shows(col_of(i / 4, i));
+        return shown && rules.mask.in_range(row_of(i / 2 % 2), key);
     }
 
     // Weights reach 2^kTopWeight, so that the small parts of small weights keep their bits, too.

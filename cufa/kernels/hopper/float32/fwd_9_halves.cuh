@@ -53,22 +53,28 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
     const auto k = sequence.keys<const float>(call.k, kv_head);
     const auto v = sequence.keys<const float>(call.v, kv_head);
     TileHalves& to = Workspace(call).keys(kv_head, tile);
-    for_pieces<kBlockN, kHeadDim>(k.from(first_key), count,
-                                  [&](int key, int col, const RowPiece<kHeadDim>& piece) {
-                                      const int unit = unit_of(piece);
-                                      piece.write(to.k, key, col, power_of_two(-unit));
-                                      if (col == 0) to.units.unit[key] = power_of_two(unit);
-                                  });
+    const KeyMask mask(call.features, batch, kv_head * group_of(sizes));
+    const int first = first_key;  // a lambda cannot capture what is bound
+    const auto hides = [&](int key) {
+        return kHidesKeys && key < count && !mask.shows(0, first + key);
+    };
+    for_pieces<kBlockN, kHeadDim>(
+        k.from(first_key), count, [&](int key, int col, const RowPiece<kHeadDim>& piece) {
+            const int unit = unit_of(piece);
+            piece.write(to.k, key, col, hides(key) ? 0 : power_of_two(-unit));
+            if (col == 0) to.units.unit[key] = power_of_two(unit);
+        });
     for_pieces<kBlockN, kValueDim>(
         v.from(first_key), count, [&](int key, int col, const RowPiece<kValueDim>& piece) {
             const float largest = piece.largest_of_row();
             const bool finite = piece.row_is_finite();  // all threads of the row take part
-            const bool held = finite && largest < kLargestValue;
-            const int exponent = held ? exponent_of<kLeastValueExponent>(largest) : 0;
-            piece.write(to.v, key, col, held ? power_of_two(kTopExponent - exponent) : 0);
+            const bool held = finite && largest < kLargestValue, hidden = hides(key);
+            const int exponent = held && !hidden ? exponent_of<kLeastValueExponent>(largest) : 0;
+            const float factor = held && !hidden ? power_of_two(kTopExponent - exponent) : 0;
+            piece.write(to.v, key, col, factor);
             if (col == 0) {
-                to.units.value_exponent[key] = exponent;
-                to.units.value_reciprocal[key] = held ? power_of_two(-exponent) : -1;
+                to.units.value_exponent[key] = hidden ? negative_infinity() : exponent;
+                to.units.value_reciprocal[key] = held || hidden ? power_of_two(-exponent) : -1;
             }
         });
 }

@@ -510,7 +510,8 @@ def check_elements(name: str, array: Any) -> None:
             f"{name} is {kind_of(array)}, whose elements may be others than its memory holds; give a plain "
             "torch.Tensor"
         )
-    if getattr(torch.func, "debug_unwrap", _unchanged)(array) is not array:  # new in torch 2.7
+    unwrapped = getattr(getattr(torch, "func", None), "debug_unwrap", _unchanged)  # new in torch 2.7
+    if unwrapped(array) is not array:
         raise TypeError(
             f"{name} is {kind_of(array)} that torch.func transforms, as vmap, jvp and grad do, and cufa "
             "needs its elements; call it outside of these"

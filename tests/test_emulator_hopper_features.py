@@ -15,6 +15,7 @@ from feature_cases import (
     packed_case,
     pairwise,
 )
+from test_emulator import planted
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -245,6 +246,21 @@ def test_a_mask_of_no_keys(rng, packed):
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
+@pytest.mark.parametrize("hidden", [slice(None, None, 256), slice(128, 200), slice(256, 320)])
+def test_a_row_that_has_seen_no_key_looks_at_the_next_tile_first(rng, tmp_path, hidden):
+    """It would else compute its scores again, one product after the other: here they would be wrong."""
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "seqlen_q": 512, "seqlen_k": 512, "head_dim": 16}
+    case = draw_case(rng, "bfloat16", {"causal"}, **sizes)
+    case.arrays["mask"] = np.ones((1, 1, 1, 512), bool)
+    case.arrays["mask"][..., hidden] = False
+    case.problem.q[:] = 4 * case.problem.q.astype(np.float32)  # it looks for such rows if weights are large
+    right, wrong = "compute_products(s, work, tile); shape_scores", "for (float& x : s) x = 9; shape_scores"
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
+    options["folder"] = planted(tmp_path, "wgmma_forward.cuh", right, wrong)
+    assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
 # What is seen of 32 tiles is in a word.
 def test_a_mask_of_many_tiles_of_keys(rng):
     keys, tile = 64 * 99 + 9, LARGE_TILES["block_n"]
@@ -260,6 +276,19 @@ def test_a_mask_of_many_tiles_of_keys(rng):
     inputs = case.problem.q, case.problem.k, case.problem.v
     options = {"kernel": "fwd_6_wgmma", "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
+
+
+def test_gradients_under_a_mask_of_many_tiles_of_keys(rng):
+    sizes = {"batch": 2, "heads": 1, "kv_heads": 1, "seqlen_q": 30, "seqlen_k": 6800, "head_dim": 16}
+    case = draw_case(rng, "bfloat16", set(), **sizes)
+    shown = rng.choice([0.0, 0.5, 1.0], (2, 1, 1, 6800 // 128 + 1), p=[0.8, 0.1, 0.1])
+    shown[0, ..., :34] = 0  # the first words, but for some of the second
+    shown[1, ..., 10], shown[1, ..., 11:40] = 1, 0
+    case.arrays["mask"] = rng.random((2, 1, 1, 6800)) < np.repeat(shown, 128, axis=-1)[..., :6800]
+    hide_nan(case)
+    for device in (dataclasses.replace(DEVICE, sm_count=1), DEVICE):
+        gradients = gradients_of("bwd_4_wgmma", case, device=device)
+        assert_gradients(gradients, case.problem, **case.backward)
 
 
 # How blocks add to dQ, and the device, tiles and features of a call that make them do so.

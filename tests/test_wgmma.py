@@ -148,6 +148,8 @@ def test_hardly_a_spill_where_all_rows_see_the_same_keys(head_dim, bits):
         (64, True, Features(mask=(1, 1, 4096, 4096), softcap=True)),
         (128, False, Features(mask=(1, 1, 4096, 4096))),
         (256, False, Features(mask=(4, 1, 1, 4096), mask_bits=True)),
+        (128, True, Features(mask=(4, 1, 1, 4096), seqused_k=True, dropout=True)),
+        (128, True, Features(mask=(4, 1, 1, 4096), alibi=True)),
     ],
 )
 def test_no_spill_with_features(head_dim, causal, features):

@@ -55,11 +55,14 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
 struct Consumer : InspectedConsumer<ForwardConsumer<Consumer, Smem, kDims>> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
     // Raising late needs registers that windows, soft caps, functions and masks do not leave,
-    // except masks that show all rows the same keys. It pays only if few later tiles have larger
-    // scores. ALiBi raises scores from tile to tile up to the diagonal, unless the tiles begin
-    // there, and a bias may raise them anywhere.
-    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kBias && !kScoreMod &&
-                                        (!kKeyMask || kKeyBits) && (kCausal || !kAlibi);
+    // except masks that show all rows the same keys; beside a causal mask, not with lengths, pages,
+    // ALiBi or dropout. It pays only if few later tiles have larger scores. ALiBi raises scores
+    // from tile to tile up to the diagonal, unless the tiles begin there, and a bias may raise them
+    // anywhere.
+    static constexpr bool kPlain = !(kPacked || kUsedKeys || kPaged || kAlibi || kDropout);
+    static constexpr bool kSparing = !kKeyMask || kRowsAlike || (kKeyBits && kPlain);
+    static constexpr bool kRaisesLate =
+        !kWindow && !kSoftcap && !kBias && !kScoreMod && kSparing && (kCausal || !kAlibi);
     // Otherwise a branch in one loop costs less than the size of several.
     static constexpr bool kLoopsApart = kRaisesLate;
     // This rare case decides how the compiler orders the common one. By NVRTC 13.0, eight at once

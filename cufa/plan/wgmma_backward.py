@@ -144,7 +144,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def backward_pair(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
-    """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma` without a mask, of blocks in pairs."""
+    """`bwd_8_wgmma_pair`: launches as in `bwd_4_wgmma` unless a mask hides scores, of blocks in pairs."""
     best, pairs = PAIR_TILES, _in_clusters(device, PAIR)
     kind = _Kind(
         best=best,

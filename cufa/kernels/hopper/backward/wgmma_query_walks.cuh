@@ -9,8 +9,8 @@
 #include "scores/seen_tiles.cuh"
 
 // The tiles of queries of one head, by number, that see a tile of keys. From whole_begin to
-// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile; in a window,
-// from first_begin on, none of an earlier one.
+// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile that is not
+// left out; in a window, from first_begin on, none of an earlier one.
 template <int BlockM, int BlockN>
 struct QueryTileRange {
     int begin, whole_begin, whole_end, end, first_begin, last_end;

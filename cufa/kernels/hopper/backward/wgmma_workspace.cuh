@@ -1,5 +1,5 @@
 // The workspace of the Hopper backward: the sums of dQ, the statistics of rows, parts of dK and dV,
-// and counts of turns.
+// counts of turns, and what is seen of tiles of keys.
 #pragma once
 
 #include "hopper/backward/hidden_keys.cuh"

@@ -93,7 +93,7 @@ __device__ inline int first_col_of(const Tensor& tensor, int head) {
 // The tiles of keys, by number, that a tile of queries processes: from end - 1 down to begin. All
 // of its rows see the tiles from whole_begin to whole_end. Under a causal mask or a window, each of
 // these rows also sees a key of a later tile: every row has a maximum when the first whole tile
-// comes.
+// comes, unless a mask hides that key (SeenWalk).
 template <int BlockM, int BlockN>
 struct KeyTileRange {
     int begin = 0, end, whole_begin = 0, whole_end;

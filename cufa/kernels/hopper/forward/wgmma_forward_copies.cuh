@@ -11,6 +11,7 @@ struct SeenWalk {
     KeyRange keys;
     Seen seen;
     int head, first_row, next;
+    bool unsure = false;  // whether a row may have seen no key so far
 
     __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
         : keys(keys),
@@ -27,7 +28,11 @@ struct SeenWalk {
         next = seen_from(tile - 1);
         // If all rows are alike, tiles in which the keys end are not shown as a whole.
         const bool ends = !kRowsAlike && !keys.is_whole(tile);
-        const bool cut = ends || seen.cuts(first_row, tile * kBlockN);
+        const bool hides = seen.cuts(first_row, tile * kBlockN);
+        const bool cut = ends || hides || unsure;
+        // Rows see a key of the last tile that the diagonal passes, unless a mask hides it; those
+        // of a whole tile that is shown are seen by all.
+        if constexpr (kKeyBits && kRangeMask) unsure = ends && (hides || next < tile - 1);
         return {head, tile, cut, next < keys.begin};
     }
 

@@ -93,11 +93,8 @@ __device__ inline void find_seen(const ForwardParams& call, long long warp) {
     auto* const parts = seen_parts(call);
     unsigned int* const bits = seen_bits(call);
     if constexpr (kKeyBits) {
-        const auto store = [&](long long number, const unsigned int (&keys)[kRowWords]) {
-            RowBits<kRowWords> words;
-#pragma unroll
-            for (int i = 0; i < kRowWords; ++i) words.of[i] = keys[i];
-            words.store(bits + number * kTileWords);
+        const auto store = [&](long long number, const typename Seen::Bits& keys) {
+            keys.store(bits + number * kTileWords);
         };
         Seen::template find<Seen::kOfGroup>(parts, call, warp, store);
     } else if (warp >= Seen::count(call)) {

@@ -32,8 +32,7 @@ from cufa.plan.seen import (
     check_masked_keys,
     has_key_bits,
     scratch_of,
-    seen_by_all,
-    seen_by_row,
+    seen_by_forward,
     seen_launch,
 )
 from cufa.plan.sizes import common_macros, params_bytes
@@ -293,11 +292,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)
-    key_bits = has_key_bits(problem, sizes)
-    if key_bits:
-        seen = seen_by_all(problem, sizes.block_n)
-    else:
-        seen = seen_by_row(problem, sizes.block_m, sizes.block_n, with_bits=False)
+    seen = seen_by_forward(problem, sizes, with_bits=False)
     launches = (
         seen_launch(problem, seen.warps, sizes.threads, sizes.warps),
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
@@ -307,7 +302,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
         macros=(
             *macros_of(problem, chosen),
             ("HANDS_OVER", int(hands_over_keys(problem, device))),
-            ("KEY_BITS", int(key_bits)),
+            ("KEY_BITS", has_key_bits(problem, sizes)),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=scratch_of(problem, seen),

@@ -76,6 +76,13 @@ def seen_by_all(problem: Problem, keys: int) -> Seen:
     )
 
 
+def seen_by_forward(problem: Problem, tiles: TileSizes, with_bits: bool) -> Seen:
+    """What the launch before a forward finds out: of tiles of keys if `has_key_bits`, else of scores."""
+    if has_key_bits(problem, tiles):
+        return seen_by_all(problem, tiles.block_n)
+    return seen_by_row(problem, tiles.block_m, tiles.block_n, with_bits)
+
+
 def _that_differ(problem: Problem) -> tuple[int, int]:
     """Of how many heads and sequences the tiles may differ."""
     features = problem.features

@@ -34,7 +34,7 @@ from cufa.plan.persistent import (
     work_bytes,
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
-from cufa.plan.seen import WORD_BITS, fills_words, seen_by_all, seen_by_row
+from cufa.plan.seen import WORD_BITS, fills_words, seen_by_forward
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -81,10 +81,7 @@ def forward(
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
     if problem.features.key_mask:
         with_bits = has_seen_bits(problem, sizes)
-        if problem.features.mask_of_keys:
-            seen = seen_by_all(problem, sizes.block_n)
-        else:
-            seen = seen_by_row(problem, sizes.block_m, sizes.block_n, with_bits)
+        seen = seen_by_forward(problem, sizes, with_bits)
         threads = WARPGROUP if with_bits else sizes.threads
         # At least one block: it resets the counter.
         blocks = max(1, ceil_div(seen.warps, threads // device.warp_size))

@@ -2,6 +2,7 @@
 // of each key. It is found out before the tiles are processed, as for seen_tiles.cuh.
 #pragma once
 
+#include "scores/row_bits.cuh"
 #include "scores/seen_tiles.cuh"
 
 // For one head, in tiles of Keys keys.
@@ -12,7 +13,8 @@ class SeenColumns : SeenHeads {
     // seen, and of which all are.
     using Part = unsigned int;
     // Of the keys of a tile, a bit for each.
-    static constexpr int kWords = Keys / 32;
+    static constexpr int kWords = Keys / kWordKeys;
+    using Bits = RowBits<kWords>;
     static constexpr int kOfGroup = 16;  // tiles that a warp finds out about
 
     // `all` points to the parts of all heads.
@@ -93,7 +95,7 @@ class SeenColumns : SeenHeads {
     }
 
     // Finds out about a few tiles, by one warp, which loads AtOnce of them together. One lane calls
-    // store(number, words) with the number of a tile among those of all heads and the words of its
+    // store(number, bits) with the number of a tile among those of all heads and the Bits of its
     // keys.
     template <int AtOnce, class Params, class Store>
     __device__ static void find(Part* all, const Params& params, long long index,
@@ -121,13 +123,13 @@ class SeenColumns : SeenHeads {
                     shown[i][word] = mask.shows(0, min(key_of(i, word), last_key));
 #pragma unroll
             for (int i = 0; i < AtOnce; ++i) {
-                unsigned int keys[kWords];
+                Bits keys;
                 FoundKeys found;
 #pragma unroll
                 for (int word = 0; word < kWords; ++word) {
                     const bool seen = shown[i][word] && key_of(i, word) <= last_key;
-                    keys[word] = __ballot_sync(0xffffffffu, seen);
-                    found.add(keys[word] != 0, keys[word] == ~0u);
+                    keys.of[word] = __ballot_sync(0xffffffffu, seen);
+                    found.add(keys.of[word] != 0, keys.of[word] == ~0u);
                 }
                 some |= found.some << (done + i);
                 whole |= found.all << (done + i);

@@ -2,7 +2,6 @@
 // key, as one bit. In the workspace, the bits come first.
 #pragma once
 
-#include "scores/row_bits.cuh"
 #include "scores/seen_columns.cuh"
 
 template <int Keys>
@@ -11,7 +10,7 @@ class SeenKeyBits : public SeenColumns<Keys> {
     using Columns::kWords;
 
   public:
-    using Bits = RowBits<kWords>;
+    using typename Columns::Bits;
 
     template <class Params>
     __device__ SeenKeyBits(const Params& params, const Sequence& sequence, int head)
@@ -28,11 +27,8 @@ class SeenKeyBits : public SeenColumns<Keys> {
     // Finds out about a few tiles, by one warp of those that `warps` counts.
     template <class Params>
     __device__ static void find(const Params& params, long long warp) {
-        const auto store = [&](long long number, const unsigned int (&keys)[kWords]) {
-            Bits words;
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) words.of[i] = keys[i];
-            words.store(bits_of(params) + number * kWords);
+        const auto store = [&](long long number, const Bits& keys) {
+            keys.store(bits_of(params) + number * kWords);
         };
         constexpr int kAtOnce = 4;  // with more, threads need registers, and fewer blocks run
         Columns::template find<kAtOnce>(parts_of(params), params, warp, store);

@@ -22,7 +22,7 @@ struct SeenKeys : SeenColumns<kBlockN> {
     template <int Threads>
     __device__ static void find(Part* all, const BackwardParams& call) {
         constexpr int kAtOnce = 4;  // with more, threads need registers, and fewer blocks run
-        const auto keep_no_bits = [](long long, const unsigned int (&)[kWords]) {};
+        const auto keep_no_bits = [](long long, const Bits&) {};
         const long long step = static_cast<long long>(gridDim.x) * (Threads / 32);
         for (long long i = warp_of_grid<Threads>(); kHidesKeys && i < warps(call); i += step)
             Columns::find<kAtOnce>(all, call, i, keep_no_bits);

@@ -319,7 +319,7 @@ class Head:
 
     def scores(self, Q: Array, K: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Slopes]:
         """S, and its derivatives."""
-        S, slope = rounded(self.scale * (Q @ K.T)), np.ones(self.visible.shape, Q.dtype)
+        S, slope = rounded(self.scale * self.products(Q, K)), np.ones(self.visible.shape, Q.dtype)
         if self.softcap:
             tanh = rounded(np.tanh(S / self.softcap))
             S, slope = rounded(self.softcap * tanh), 1 - tanh**2
@@ -348,7 +348,17 @@ class Head:
         self, dO: Array, V: Array, rounded: Callable[[Array], Array] = exactly
     ) -> Array:
         """dP."""
-        return rounded(self.kept * rounded(self.only_visible(dO @ V.T)))
+        return rounded(self.kept * rounded(self.only_visible(self.products(dO, V))))
+
+    def products(self, rows: Array, keys: Array) -> Array:
+        """Every row times every key, as numpy.longdouble, which has no BLAS, computes it fastest.
+
+        Rows that see nothing and keys that no row sees count as 0: NaN there takes 40 times as long.
+        """
+        rows = np.where(self.visible.any(axis=1, keepdims=True), rows, 0)
+        keys = np.where(self.visible.any(axis=0, keepdims=True).T, keys, 0)
+        products: Array = np.inner(rows, keys)
+        return products
 
     def gradients(
         self,

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "gpu_check.json"))
 SPEEDS_RECORD = RECORD.with_name("speeds.json")
 WORKERS_OF_GPU = 14  # of 28 the memory pools leave too little for the largest tests
+LONGEST_TEST = 300  # seconds; what takes longer hangs, and fails by its name instead of stopping all others
 LADDERS = ("course", "small", "gpt2", "llama")
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "ml_dtypes")
 
@@ -71,7 +72,8 @@ def tests(chosen: Sequence[str]) -> dict[str, Any]:
     workers = str(min(WORKERS_OF_GPU * len(gpus), os.cpu_count() or 1))
     shared_out = "-n", workers, "--dist", "worksteal"
     options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    done = run("-m", "pytest", *shared_out, *options, *chosen, threads=1)
+    watchdog = "-o", f"faulthandler_timeout={LONGEST_TEST}", "-o", "faulthandler_exit_on_timeout=true"
+    done = run("-m", "pytest", *shared_out, *options, *watchdog, *chosen, threads=1)
     summary = (done.stdout.splitlines() or [""])[-1]
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", summary)
     failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)

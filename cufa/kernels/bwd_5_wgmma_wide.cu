@@ -133,7 +133,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         consumer.begin(work);
         consumer.receive_keys(tiles);
         if (!walk.at_end()) {
-            QueryPart dq;
+            QueryPart dq = {};  // or ptxas before 12.9 makes every product wait for the one before
             attend<true>(consumer, dk, dv, dq, walk);
             for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk)) {
                 attend<false>(consumer, dk, dv, dq, walk);

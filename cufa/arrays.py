@@ -158,7 +158,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
         first_name, first = next(iter(named.items()))
         namespace = _exporting_namespace(first, first_name)
         arrays = {name: _import(array, name, namespace) for name, array in named.items()}
-        export = functools.partial(_export, namespace)
+        export = functools.partial(_export, namespace, first)
         writeable = _has_writeable_arrays(namespace)
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
@@ -408,15 +408,17 @@ def _unreadable(array: Any, name: str, error: Exception) -> TypeError:
     return TypeError(f"{name} is {kind_of(array)} that cannot be read through DLPack: {error}")
 
 
-def _export(namespace: Any, result: Any) -> Any:
-    """A result as an array of this library."""
+def _export(namespace: Any, beside: Any, result: Any) -> Any:
+    """A result as an array of this library, on the device of `beside`."""
+    # Where JAX's CPU has several devices, it takes what comes through DLPack for memory of the first.
+    place = {} if _has_writeable_arrays(namespace) else {"device": beside.device}
     unknown = UNKNOWN_TO_NUMPY if isinstance(result, np.ndarray) else _UNKNOWN_TO_CUPY
     bits = unknown.get(result.dtype.name)
     if bits is None:
-        return namespace.from_dlpack(result)
+        return namespace.from_dlpack(result, **place)
     if not hasattr(namespace, result.dtype.name):
         raise TypeError(f"the result has dtype {result.dtype.name}, which the arrays' library does not have")
-    return namespace.from_dlpack(result.view(bits)).view(getattr(namespace, result.dtype.name))
+    return namespace.from_dlpack(result.view(bits), **place).view(getattr(namespace, result.dtype.name))
 
 
 def namespace_of(array: Any) -> Any:

@@ -399,6 +399,18 @@ def test_results_go_back_to_their_library_without_a_copy(library: Any) -> None:
     assert np.shares_memory(given_back.values, result)
 
 
+def test_results_lie_on_the_device_of_jaxs_arrays() -> None:
+    """Its CPU may have several, as with XLA_FLAGS=--xla_force_host_platform_device_count=2."""
+
+    class JaxArray(StandardArray):
+        device = "cpu:1"
+
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(__name__="jax.numpy", from_dlpack=lambda array, device="cpu:0": device)
+
+    assert adopt({"q": JaxArray(some_array())}, None).give_back(some_array()) == JaxArray.device
+
+
 def test_out_of_another_library_is_what_comes_back(library: Any) -> None:
     out = library(some_array())
     adopted = adopt({"q": library(some_array()), "out": out}, None)
@@ -959,16 +971,17 @@ def test_bfloat16_of_torch_on_the_cpu() -> None:
 def test_jax_on_the_cpu() -> None:
     jax = pytest.importorskip("jax")
     problem = random_problem(np.random.default_rng(5), "float32", seqlen_q=17, seqlen_k=23, head_dim=8)
-    (cpu, *_) = jax.devices("cpu")  # where it has a GPU, too
+    (*_, cpu) = jax.devices("cpu")  # where it has a GPU, too
     q, k, v = (jax.device_put(array, cpu) for array in (problem.q, problem.k, problem.v))
     out, lse = cufa.attention(q, k, v, return_lse=True)
     assert isinstance(out, jax.Array)
+    assert out.device == lse.device == cpu
     assert_attention(np.asarray(out), np.asarray(lse), problem, causal=False)
     with pytest.raises(TypeError, match=r"^out is from a library whose arrays cannot be written; take what"):
         cufa.attention(q, k, v, out=out)
     half = [array.astype("bfloat16") for array in (q, k, v)]
     out = cufa.attention(*half)
-    assert out.dtype == "bfloat16"
+    assert (out.dtype, out.device) == ("bfloat16", cpu)
     exact, _ = reference.attention(*(np.asarray(array.astype("float32")) for array in half))
     np.testing.assert_allclose(np.asarray(out.astype("float32")), exact, atol=0.02)
 

@@ -1633,6 +1633,7 @@ class StandardTensor(Tensor):
         self.values[self._complete(place)] = other.values
 
     def _complete(self, place):
+        place = place if isinstance(place, tuple) else (place,)
         if len(place) - place.count(None) != len(self.shape) and Ellipsis not in place:
             raise IndexError(f"{place} is no index of {len(self.shape)} axes")
         return place
@@ -1645,6 +1646,8 @@ def test_arrays_need_only_what_the_array_api_standard_has(rng, function):
     call = getattr(compat, function)
     out = call(*map(StandardTensor, (q, k, v)), is_causal=True)
     np.testing.assert_array_equal(out.values, call(q, k, v, is_causal=True))
+    out = call(*map(StandardTensor, (q[0], k[0], v[0])))
+    np.testing.assert_array_equal(out.values, call(q[0], k[0], v[0]))
     if function == "dot_product_attention":
         results = call(*map(StandardTensor, (q, k, v)), return_residual=True)
         for actual, exact in zip(results, call(q, k, v, return_residual=True), strict=True):

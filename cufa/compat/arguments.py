@@ -181,8 +181,8 @@ def shape_of(
 
 def attend_without_batch(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
     """Call a function with arrays of one sequence, without the first axis, of which results are free, too."""
-    results = function(*(array[None] for array in arrays), **options)
-    return tuple([result[0] for result in results]) if isinstance(results, tuple) else results[0]
+    results = function(*(array[None, ...] for array in arrays), **options)
+    return tuple([x[0, ...] for x in results]) if isinstance(results, tuple) else results[0, ...]
 
 
 def check_values(value: Any, key: Any, names: tuple[str, str] = ("value", "key")) -> None:

@@ -56,9 +56,10 @@ def dot_product_attention(
     and the window are aligned to the top-left corner: query i is aligned with key i, whatever the lengths.
 
     Differences: a row that sees no key has output 0, while JAX without cuDNN returns the mean of the values;
-    limits of a window must not be negative; all arrays must be of one library, not lists, but those beside
-    query, key and value may be NumPy's, which are then copied; `implementation` has no effect. It cannot be
-    called inside jax.jit, jax.vmap or jax.grad, except by jax.pure_callback.
+    limits of a window must not be negative; all arrays must be of one library, not lists or numbers, but
+    those beside query, key and value may be NumPy's, which are then copied; head dims and dtypes are cufa's,
+    also that of a bias; `implementation` has no effect. It cannot be called inside jax.jit, jax.vmap or
+    jax.grad, except by jax.pure_callback.
 
     For gradients, pass the residual to `cufa.attention_backward` with its last axes swapped, as (batch,
     heads, seqlen_q). There, causal masks and windows are aligned to the bottom right. After a causal call

@@ -55,10 +55,10 @@ def scaled_dot_product_attention(
 
     A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
     axes or these 3; of query, key and value, only heads are broadcast, and these by `enable_gqa` alone, as
-    many for values as for keys; `dropout_p` must be below 1; `seed`, `offset` and `return_lse` are cufa's.
-    With dropout, a seed or an offset is required; without a new one in every call, each drops the same
-    elements. torch.autocast has no effect: a call computes in the dtype of its arrays, and converts none to
-    that of another.
+    many for values as for keys; head dims and dtypes are cufa's; `dropout_p` must be below 1; `seed`,
+    `offset` and `return_lse` are cufa's. With dropout, a seed or an offset is required; without a new one in
+    every call, each drops the same elements. torch.autocast has no effect: a call computes in the dtype of
+    its arrays, and converts none to that of another.
 
     For gradients, pass the LSE to `cufa.attention_backward` with layout="bhsd". After a call that is causal
     from the top left, with at most as many queries as keys, pass key[:, :, :seqlen_q] and

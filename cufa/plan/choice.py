@@ -70,9 +70,12 @@ class Candidate(Generic[T]):
 
 @dataclass(frozen=True)
 class Choice(Candidate[T]):
-    """The chosen tiles, and why; the price is that of a useful multiply-add, 1 if nothing else took time."""
+    """The chosen tiles, and why.
 
-    price: float
+    `slowdown` is the time of a useful multiply-add, relative to the time if nothing else took any.
+    """
+
+    slowdown: float
     reasons: tuple[str, ...]
 
 
@@ -93,7 +96,7 @@ class Candidates(Generic[T]):
         # More rows or keys than the largest tile has do not change the choice.
         self._most_rows = max(tiles.block_m for tiles in self._candidates)
         self._most_keys = max(tiles.block_n for tiles in self._candidates)
-        self._cheapest_and_price = functools.lru_cache(self._search)
+        self._cheapest_and_slowdown = functools.lru_cache(self._search)
 
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
         """Choose the cheapest tiles for a problem, among those with the sizes that `overrides` asks for.
@@ -103,7 +106,7 @@ class Candidates(Generic[T]):
         """
         device = self._device
         rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
-        best, price = self._cheapest_and_price(
+        best, slowdown = self._cheapest_and_slowdown(
             min(rows, self._most_rows),
             min(keys, self._most_keys),
             problem.product_dims,
@@ -112,7 +115,7 @@ class Candidates(Generic[T]):
         tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
         how = "those for this kind of problem, by measurements on an H200"
         if len(self._tiles) > 1:
-            cost_of_one = f"a multiply-add at {price:.2f} times its bare cost"
+            cost_of_one = f"a multiply-add at {slowdown:.2f} times its bare cost"
             how = f"the cheapest of {len(self._candidates)} that fit, {cost_of_one}"
         if overrides:
             tiles = _override(tiles, overrides)
@@ -126,16 +129,16 @@ class Candidates(Generic[T]):
             f"{counted(blocks, 'block')} per SM: {cost.smem_bytes:,} of {device.smem_per_sm:,} bytes of "
             f"shared memory, about {cost.registers} of {limit} registers per thread"
         )
-        return Choice(tiles, cost, blocks, price, (f"tiles {tiles}: {how}", fit))
+        return Choice(tiles, cost, blocks, slowdown, (f"tiles {tiles}: {how}", fit))
 
     def _search(
         self, rows: int, keys: int, product_dims: int, asked: Set[tuple[str, int]]
     ) -> tuple[Candidate[T], float]:
-        """The cheapest tiles for sequences of this many rows and keys, and their cost per multiply-add."""
+        """The cheapest tiles for sequences of this many rows and keys, and their slowdown."""
         candidates = self._with_sizes(asked)
-        prices = [_price(each, rows, keys, product_dims, self._device) for each in candidates]
-        price = min(prices)
-        return candidates[prices.index(price)], price
+        slowdowns = [_slowdown(each, rows, keys, product_dims, self._device) for each in candidates]
+        slowdown = min(slowdowns)
+        return candidates[slowdowns.index(slowdown)], slowdown
 
     def _with_sizes(self, asked: Set[tuple[str, int]]) -> list[Candidate[T]]:
         """The candidates that have these sizes or, if none has, all tiles that can have them."""
@@ -198,8 +201,8 @@ def counted_row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
     return seqlen // rows + problem.batch
 
 
-def _price(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:
-    """The cost of a useful multiply-add with these tiles; 1 if nothing else took time."""
+def _slowdown(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:
+    """The time of a useful multiply-add with these tiles, relative to the time if nothing else took any."""
     tiles, cost = candidate.tiles, candidate.cost
     useful_rows, useful_keys = min(tiles.block_m, max(1, rows)), min(tiles.block_n, max(1, keys))
     useful = useful_rows * useful_keys * product_dims / tiles.threads

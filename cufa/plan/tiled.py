@@ -134,7 +134,8 @@ BACKWARD_TILES = (
 # dims if that is cheaper. A slice has at most so many columns by the bytes of a sum: as many as 64 KiB hold
 # of the smallest tiles.
 SLICE_COLUMNS = {4: 128, 8: 96}
-# The price up to which slices are cheaper: it lacks that each tile of queries loads all of K and V again.
+# Slices are taken if their slowdown is less than this, relative to whole head dims: the estimate leaves out
+# that each tile of queries loads all of K and V again.
 SLICES_ARE_WORTH_IT = 0.8
 SLICED_BACKWARD_TILES = (
     BackwardTiles(64, 32, 256, 16),
@@ -252,7 +253,7 @@ def _choose_slices(
     except ValueError:
         return whole
     spills = whole[1].cost.registers > device.registers_per_thread
-    cheaper = in_slices[1].price < SLICES_ARE_WORTH_IT * whole[1].price
+    cheaper = in_slices[1].slowdown < SLICES_ARE_WORTH_IT * whole[1].slowdown
     return in_slices if spills or cheaper else whole
 
 

@@ -37,10 +37,10 @@ FLOAT_BYTES, HALF_BYTES = 4, 2
 MOST_DIMS_BESIDE_PRODUCER = 192
 # The most sums in a thread beside which it has registers for what else there may be to a score.
 MOST_SUMS = 180
-# In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
-# an SM reads and writes while it makes halves.
-START = 6000
-HALVED_PER_NS = 28
+# On an H200: the time of two launches besides their tiles, and the bytes that an SM reads and writes in a
+# nanosecond while it makes halves.
+START_NS = 6000
+HALVED_BYTES_PER_NS = 28
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def price(problem: Problem, device: Device) -> float:
     made = queries * _query_tile_bytes(problem, tiles) + keys * _key_tile_bytes(problem, tiles)
     of_element = _parts(problem) * HALF_BYTES
     moved = made * (of_element + FLOAT_BYTES) / of_element
-    return (START + moved / (HALVED_PER_NS * device.sm_count) + least) / 1000
+    return (START_NS + moved / (HALVED_BYTES_PER_NS * device.sm_count) + least) / 1000
 
 
 def _tile_counts(problem: Problem, tiles: Tiles) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from cufa.plan.pace import Pace, is_cut, memory_time
 from cufa.plan.persistent import (
     FINDINGS_BYTES,
     OVERHEAD_REGISTERS,
-    START,
+    START_NS,
     box_keys,
     choose_persistent,
     forward_macros,
@@ -176,7 +176,7 @@ CUT_TRANSPOSED_PACES = {
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
     _, least = _fastest(problem, device, frozenset())
-    return (START + max(least, memory_time(problem, device))) / 1000
+    return (START_NS + max(least, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache

@@ -28,12 +28,13 @@ WRITE_ROWS, READ_ROWS, LAUNCH_ROWS = 150, 150, 60
 
 
 def best_parts(
-    problem: Problem, tiles: TileSizes, at_once: int, *, row_time: float = 1, may_split_rows: bool = False
+    problem: Problem, tiles: TileSizes, at_once: int, *, row_factor: float = 1, may_split_rows: bool = False
 ) -> tuple[int, int]:
     """The number of parts of the heads, and of the rows of these, for which a call takes the least time.
 
     `at_once` blocks run at once. With more parts, more SMs work, and more gradients of keys are written and
-    added up in float32. A row of queries takes `row_time` times as long as in the wgmma backwards in 16 bits.
+    added up in float32. A row of queries takes `row_factor` times as long as in the wgmma backwards in 16
+    bits.
     It is not known what a mask hides, so this assumes that it hides nothing.
     """
     key_tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
@@ -57,7 +58,7 @@ def best_parts(
         rows = most if row_parts == 1 else row_parts * round_up(ceil(most / row_parts), tiles.block_m)
         parts *= row_parts
         adding = WRITE_ROWS * max(parts, share) + READ_ROWS * parts + LAUNCH_ROWS * share
-        return problem.group * rows * mean / filled(parts) + adding * (parts > 1) / row_time
+        return problem.group * rows * mean / filled(parts) + adding * (parts > 1) / row_factor
 
     if filled(1) >= FILLED:
         return 1, 1

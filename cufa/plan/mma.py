@@ -67,12 +67,13 @@ REGISTER_BYTES = 4
 FIRST_ASYNC_COPIES = (8, 0)
 # The first compute capability on which warps can wait for parts of a block's work (mbarrier.try_wait).
 FIRST_HANDING_OVER = (9, 0)
-# For the forward's price, in nanoseconds on an H200: the time until a block's first tiles have arrived; the
-# time of a lone block for a tile of scores, fixed and per clock; and an SM's work per clock, and further per
-# row and per score. Rows of more than ROW_DIMS take longer if tiles are large.
-START = 3000
-TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
-CLOCK_TIME, ROW_TIME, SCORE_TIME = 0.313, 12.5, 0.012
+# For the estimated time of the forward, measured on an H200: the time until a block's first tiles have
+# arrived; of a lone block for a tile of scores, fixed and for each clock of its work; and of an SM for each
+# clock of its work, and further for each row and score. Rows of more than ROW_DIMS take longer if tiles are
+# large.
+START_NS = 3000
+TILE_LATENCY_NS, LATENCY_NS_PER_CLOCK = 1150, 0.13
+CLOCK_NS, ROW_NS, SCORE_NS = 0.313, 12.5, 0.012
 ROW_DIMS, LARGE_BLOCK_M = 64, 64
 TENSOR_CORES_OF_SM = 4
 H200 = Device.of("sm_90a")
@@ -325,16 +326,16 @@ def price(problem: Problem, device: Device) -> float:
     tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
     tile_clocks = _tile_clocks(problem.kind, tiles)
     key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (keys_of_tile, keys_of_longest))
-    tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
-    tile_latency = TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks
+    tile_work = tile_clocks * CLOCK_NS + tiles.block_m * tiles.block_n * SCORE_NS
+    tile_latency = TILE_LATENCY_NS + LATENCY_NS_PER_CLOCK * tile_clocks
     # A warp has one of an SM's tensor cores.
     of_block = most * max(tile_latency, tile_work * max(1, TENSOR_CORES_OF_SM / tiles.warps))
     dims = max(problem.head_dim, problem.value_dim) if tiles.block_m >= LARGE_BLOCK_M else ROW_DIMS
-    row_time = ROW_TIME * max(1, dims / ROW_DIMS)
+    row_time = ROW_NS * max(1, dims / ROW_DIMS)
     block_work = tiles.block_m * row_time + key_tiles * tile_work
     of_all = query_tiles(problem, tiles) * block_work / device.sm_count
     computing = with_features(problem, max(of_block, of_all))
-    return (START + max(computing, memory_time(problem, device))) / 1000
+    return (START_NS + max(computing, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache

@@ -208,9 +208,9 @@ WHOLE_TILES = {
         BackwardTiles(16, 64, 128, 1, 1),
     ),
 }
-# For the number of parts, as measured on an H200: how many times as long as in the wgmma backwards a row of
-# queries takes in 16 bits, and how many blocks an SM has before they take each other's time.
-ROW_TIME, BLOCKS_SIDE_BY_SIDE = 4, 2
+# For the number of parts, as measured on an H200: in 16 bits, a row of queries takes so many times as long
+# as in the wgmma backwards; and an SM has so many blocks before they take each other's time.
+ROW_FACTOR, BLOCKS_SIDE_BY_SIDE = 4, 2
 # No tiles of the plan's own choice have more keys.
 MOST_WHOLE_KEYS = 128
 
@@ -251,9 +251,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     candidates = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles))
     chosen = candidates.choose(problem, tiles)
     if "parts" not in tiles:
-        row_time = ROW_TIME * arithmetic_of(problem).product_clocks
+        row_factor = ROW_FACTOR * arithmetic_of(problem).product_clocks
         at_once = device.sm_count * min(chosen.blocks_per_sm, BLOCKS_SIDE_BY_SIDE)
-        parts, _ = best_parts(problem, chosen.tiles, at_once, row_time=row_time)
+        parts, _ = best_parts(problem, chosen.tiles, at_once, row_factor=row_factor)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     check_parts(problem, sizes, sizes.parts)

@@ -30,31 +30,34 @@ T = TypeVar("T", bound=PersistentTiles)
 
 # An SM's share of an H200's memory bandwidth.
 BYTES_PER_NS = 32.7
-# What a bias costs, and the nanoseconds of the launch that finds out what a mask shows of tiles, measured on
-# an H200; and how much of all scores a mask_mod is expected to show.
-BIAS_COST, SEEN_TIME, MASK_MOD_SHARE = 1.3, 3000, 0.35
+# Measured on an H200: by what factor a bias lengthens the time, and how long the launch takes that finds out
+# what a mask shows of tiles.
+BIAS_FACTOR, SEEN_NS = 1.3, 3000
+# The fraction of all scores that a mask_mod is expected to show.
+MASK_MOD_SHARE = 0.35
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The time of a tile of queries on an SM of an H200: nanoseconds per score, and besides those per tile.
+    """The time of a tile of queries on an SM of an H200: nanoseconds per score, and further ones per tile.
 
     `alone` is the factor if the SM has room for several blocks but works on only one. If one edge of what
-    rows see cuts through tiles, `of_tile` includes it; `of_other_edge` is for the second edge, of a window.
+    rows see cuts through tiles, `ns_per_tile` includes it; `ns_of_other_edge` is for the second edge, of a
+    window.
     """
 
-    of_score: float
-    of_tile: float
+    ns_per_score: float
+    ns_per_tile: float
     alone: float = 1
-    of_other_edge: float = 0
+    ns_of_other_edge: float = 0
 
     def times(self, factor: float) -> Pace:
         """A pace that takes `factor` times as long."""
         return replace(
             self,
-            of_score=factor * self.of_score,
-            of_tile=factor * self.of_tile,
-            of_other_edge=factor * self.of_other_edge,
+            ns_per_score=factor * self.ns_per_score,
+            ns_per_tile=factor * self.ns_per_tile,
+            ns_of_other_edge=factor * self.ns_of_other_edge,
         )
 
 
@@ -86,8 +89,8 @@ def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -
     alone = pace.alone * (first - second)
     beside_others = second + sum(others)
     rounds = max(count / device.sm_count, alone + beside_others, shortest * ceil_div(count, device.sm_count))
-    of_edges = (_edges(problem) - 1) * pace.of_other_edge
-    return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile + of_edges)
+    of_edges = (_edges(problem) - 1) * pace.ns_of_other_edge
+    return rounds * (tiles.block_m * keys * pace.ns_per_score + pace.ns_per_tile + of_edges)
 
 
 def _filled_tiles(problem: Problem, tiles: TileSizes) -> int:
@@ -140,10 +143,10 @@ def with_features(problem: Problem, time: float) -> float:
     """The time of a kernel that skips tiles of which nothing is seen, with what a bias or a mask adds."""
     features = problem.features
     if features.bias is not None:
-        time *= BIAS_COST
+        time *= BIAS_FACTOR
     if features.mask_mod is not None:
         time *= MASK_MOD_SHARE
-    return time + SEEN_TIME * features.key_mask
+    return time + SEEN_NS * features.key_mask
 
 
 def memory_time(problem: Problem, device: Device) -> float:

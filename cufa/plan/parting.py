@@ -51,13 +51,13 @@ T = TypeVar("T", bound=PartedTiles)
 
 # The most parts that one block merges, and up to how many of them cost no further time.
 MOST_PARTS, FEW_PARTS = 16, 4
-# Nanoseconds on an H200. A part is written in float32 and read by another block: time per byte, and time to
-# wait per part. Then the time of a call until counters are 0.
-OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
-# The same for each part beyond a few: all parts of a tile are merged by one block.
-OF_FURTHER_PART = 1000
-# If a launch of its own merges parts: time to write one, per byte; time of that launch, and per byte of all.
-OF_WRITTEN_BYTE, MERGING, OF_MERGED_BYTE = 0.012, 2500, 0.0005
+# On an H200: a part is written in float32 and read by another block, which takes so long per byte and, for
+# waiting, per part. Then the time of a call until its counters are 0.
+PART_BYTE_NS, PART_NS, CLEARING_NS = 0.055, 1200, 2000
+# The further time for each part beyond a few: one block merges all parts of a tile.
+FURTHER_PART_NS = 1000
+# If a launch of its own merges parts: the time to write a byte of one; of that launch; and there, of a byte.
+WRITTEN_BYTE_NS, MERGING_NS, MERGED_BYTE_NS = 0.012, 2500, 0.0005
 ACCUMULATOR_BYTES = 4
 # The gain that parts, and more parts over fewer, must have: times are estimates, and parts take memory.
 WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
@@ -193,16 +193,16 @@ def _time_of_part(problem: Problem, tiles: PartedTiles, parts: int, of_tile: int
     The longest tiles have `parts` parts, this one `of_tile`.
     """
     if tiles.merges_later(problem, parts):
-        return OF_WRITTEN_BYTE * part_bytes(problem, tiles)
-    further = OF_FURTHER_PART * max(0, of_tile - FEW_PARTS)
-    return OF_PART + OF_PART_BYTE * part_bytes(problem, tiles) + further
+        return WRITTEN_BYTE_NS * part_bytes(problem, tiles)
+    further = FURTHER_PART_NS * max(0, of_tile - FEW_PARTS)
+    return PART_NS + PART_BYTE_NS * part_bytes(problem, tiles) + further
 
 
 def _time_of_merging(problem: Problem, tiles: PartedTiles, parts: int, in_all: int) -> float:
     """The nanoseconds of the launch that merges the parts, of which there are so many, or clears counters."""
     if tiles.merges_later(problem, parts):
-        return MERGING + OF_MERGED_BYTE * part_bytes(problem, tiles) * in_all
-    return CLEARING
+        return MERGING_NS + MERGED_BYTE_NS * part_bytes(problem, tiles) * in_all
+    return CLEARING_NS
 
 
 def _time(
@@ -235,13 +235,13 @@ def _time(
 def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:
     """The time of all tiles together if none is split."""
     scores = sum(key_tiles) * tiles.block_m * tiles.block_n
-    of_head = scores * pace.of_score + len(key_tiles) * pace.of_tile
+    of_head = scores * pace.ns_per_score + len(key_tiles) * pace.ns_per_tile
     return problem.batch * problem.heads * of_head
 
 
 def time_of_tile(tiles: TileSizes, pace: Pace, keys: float) -> float:
     """The time of a tile of queries that looks at this many tiles of keys."""
-    return keys * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
+    return keys * tiles.block_m * tiles.block_n * pace.ns_per_score + pace.ns_per_tile
 
 
 def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:

@@ -43,8 +43,8 @@ MERGED_COLUMNS, MERGE_SMEM_BYTES = 8, 32 * WARPGROUP
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
 NOT_COMPILED_IN = ("parts", "shares", "helpers")
-# Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
-START, CUT_START = 3500, 4200
+# The time until the first tiles arrive; longer if rows do not see all keys.
+START_NS, CUT_START_NS = 3500, 4200
 
 
 def choose_persistent(

@@ -21,8 +21,8 @@ from cufa.rounding import ceil_div
 
 # share_walk.cuh: as many keys as take as long as a tile of queries beside its keys.
 TILE_IN_KEYS = 192
-# Nanoseconds on an H200 of the launch that merges, and per byte of all parts.
-MERGING, OF_MERGED_BYTE = 3500, 0.00027
+# The time of the launch that merges, on an H200, and its further time per byte of all parts.
+MERGING_NS, MERGED_BYTE_NS = 3500, 0.00027
 # How long sequences are on average, of the longest, if only the GPU knows.
 MEAN_OF_LONGEST = 0.5
 # What shares must gain: times are estimates.
@@ -109,7 +109,7 @@ def merging_time(problem: Problem, tiles: SharedTiles) -> float:
     parts = min(_parts(problem, tiles), 2 * tiles.shares) * side_by_side
     of_block = parts / (tiles.shares * side_by_side)
     part_bytes = parting.part_bytes(problem, tiles)
-    return MERGING + part_bytes * (parting.OF_WRITTEN_BYTE * of_block + OF_MERGED_BYTE * parts)
+    return MERGING_NS + part_bytes * (parting.WRITTEN_BYTE_NS * of_block + MERGED_BYTE_NS * parts)
 
 
 def _parts(problem: Problem, tiles: SharedTiles) -> int:

@@ -40,44 +40,49 @@ THREADS, BLOCKS_PER_SM = 128, 2
 MERGE_THREADS, MERGE_BLOCKS = 256, 4
 # A block leaves a part of a row: its sums in float32, and two more, padded to one vector access.
 PART_ALIGNMENT = 16
-# Other costs, measured on an H200. As the bytes that an SM's share of the bandwidth brings in that time:
-# START_BYTES until a block's first tiles arrive, by the rows of a warp; MERGE_BYTES for the second launch;
-# for each part, MERGED_PART_BYTES or, if more, PASSES_OVER_PARTS times its bytes per SM. BLOCKS_FOR_BANDWIDTH
-# blocks per SM use the full bandwidth. UNEVENNESS is how much it counts that some SMs have more blocks than
-# others. With ROWS_FOR_BANDWIDTH rows, by the element size and the rows of a warp, an SM's products take as
-# long as reading its keys. The softmax takes as long as the products of SCORE_BYTES of a key. A block that
-# has an SM to itself takes LONE_BLOCK_COST times as long for both as half of two blocks.
+# Other costs, measured on an H200. Times of reading are counted in bytes: those that an SM's share of the
+# bandwidth brings in that time.
+# The time until a block's first tiles arrive, by the rows of a warp.
 START_BYTES = {MMA_M: 72 * 1024, 2 * MMA_M: 320 * 1024}
+# The time of the second launch, and for each part: this or, if it is more, PASSES_OVER_PARTS times the part's
+# bytes per SM.
 MERGE_BYTES = 80 * 1024
 MERGED_PART_BYTES = 1024
 PASSES_OVER_PARTS = 4
+# So many blocks per SM use the full bandwidth.
 BLOCKS_FOR_BANDWIDTH = 0.56
+# How much it counts that some SMs have more blocks than others.
 UNEVENNESS = 0.15
+# With so many rows, by the element size and the rows of a warp, an SM's products take as long as reading its
+# keys.
 ROWS_FOR_BANDWIDTH = {2: {MMA_M: 64, 2 * MMA_M: 85}, 1: {MMA_M: 43, 2 * MMA_M: 41}}
+# The softmax takes as long as the products of so many bytes of a key.
 SCORE_BYTES = 96
-LONE_BLOCK_COST = 1.5
+# A block that has an SM to itself takes so many times as long for products and softmax as half of two blocks.
+LONE_BLOCK_FACTOR = 1.5
 # The factor on reading keys of few bytes if a tile's keys are in several pages. Twice as many warps hide
 # that, but then the first tiles of a block take twice as long to arrive.
 SEVERAL_PAGES = 1.06
-# The nanoseconds of any call; the bytes that an SM's share of the bandwidth brings in one; the nanoseconds of
-# a row of a block besides its keys, however many parts these are split into.
-START = 1500
+# The time of any call.
+START_NS = 1500
+# The bytes that an SM's share of the bandwidth brings in a nanosecond.
 BYTES_PER_NS = 36
-ROW_TIME = 60
+# The time of a row of a block besides its keys, however many parts these are split into.
+ROW_NS = 60
 # Operations per nanosecond of an SM of an H200 if several warps divide the columns of the output.
 WIDE_FLOPS_PER_NS = 1400
 MAX_SPLITS = 128
 # Sharing the keys out evenly saves this fraction of a block's time for the tile with the most keys. It costs
-# these nanoseconds per block, and per tile that a block has keys of.
+# so much time per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
-SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
-# A bias takes an SM these nanoseconds for each score of a tile, with those of rows that do not exist.
-BIAS_TIME = 0.3
-# The nanoseconds that windows cost which end at other keys for each of many queries.
-WINDOW_TIME = 3000
+SHARE_NS, TILE_OF_SHARE_NS = 5000, 2500
+# The time that a bias takes an SM for each score of a tile, with those of rows that do not exist.
+BIAS_NS = 0.3
+# The time that a window costs if it ends at other keys for each of many queries.
+WINDOW_NS = 3000
 # With half of the SMs, a lone block of twice as many warps on an SM reads this many bytes in a nanosecond.
-# Each tile costs it these nanoseconds besides.
-LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
+# Each tile takes it this further time.
+LONE_BLOCK_BYTES_PER_NS, LONE_TILE_NS = 65, 5000
 # Registers of a thread besides sums and scores: operands (more of them for 8 bits), addresses, the softmax's
 # state.
 OVERHEAD_REGISTERS, BYTE_OVERHEAD_REGISTERS = 70, 100
@@ -178,7 +183,9 @@ def _half(device: Device) -> int:
 
 
 def _fastest(problem: Problem, device: Device) -> Tiles:
-    return min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
+    return min(
+        _candidates(problem, device), key=lambda tiles: _least_time_in_bytes(problem, tiles, device)[0]
+    )
 
 
 def _chosen(
@@ -240,9 +247,9 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     if _uneven(problem) and _may_share(problem, tiles):
         longest = problem.visible_keys * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
         tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
-        if SAVED_OF_LONGEST * longest > SHARE_TIME + TILE_OF_SHARE_TIME * tiles_of_block:
+        if SAVED_OF_LONGEST * longest > SHARE_NS + TILE_OF_SHARE_NS * tiles_of_block:
             return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
-    _, splits = _least_time(problem, tiles, device)
+    _, splits = _least_time_in_bytes(problem, tiles, device)
     return replace(tiles, splits=splits)
 
 
@@ -265,15 +272,15 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
     """The estimated time of the forward in microseconds, with the tiles for `like` if given."""
 
     def time(tiles: Tiles) -> float:
-        least, _ = _least_time(problem, tiles, device)
+        least, _ = _least_time_in_bytes(problem, tiles, device)
         row_blocks = _row_blocks(problem, tiles.block_m)
         rounds = ceil_div(row_blocks, device.sm_count)
         biased = problem.features.bias is not None
         scores = row_blocks * tiles.block_m * problem.visible_keys if biased else 0
-        shaping = scores / device.sm_count * BIAS_TIME
+        shaping = scores / device.sm_count * BIAS_NS
         many_windows = problem.features.windowed and problem.seqlen_q >= FEW_ROWS[0]
-        start = START + WINDOW_TIME * many_windows
-        return start + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME + shaping
+        start = START_NS + WINDOW_NS * many_windows
+        return start + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_NS + shaping
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
     least = min(map(time, tiles))
@@ -287,7 +294,7 @@ def price_on_half(problem: Problem, device: Device) -> float:
     blocks = _half(device)
     tiles_of_block = _row_blocks(problem, _fastest(problem, device).block_m) / blocks
     read = problem.visible_keys * problem.key_bytes / LONE_BLOCK_BYTES_PER_NS
-    return (SHARE_TIME + tiles_of_block * (LONE_TILE_TIME + read)) / 1000
+    return (SHARE_NS + tiles_of_block * (LONE_TILE_NS + read)) / 1000
 
 
 def _rows_of_kv_head(problem: Problem) -> int:
@@ -374,7 +381,7 @@ def _best_tiles(kind: Problem, device: Device, block_m: int, times_threads: int 
 
 
 @functools.lru_cache
-def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, int]:
+def _least_time_in_bytes(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, int]:
     """The least time, in bytes of an SM's share of the bandwidth, and the number of parts that takes it."""
     row_blocks = _row_blocks(problem, tiles.block_m)
     blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
@@ -405,7 +412,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
         uneven = on_busiest * device.sm_count / max(1, blocks) - 1
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
-        block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
+        block_times = on_busiest + (LONE_BLOCK_FACTOR - 1) * lone
         multiply = block_times * of_block * of_products * tiles.block_m / rows
         return waves * start + max(read, multiply) + merge_of(splits)
 

@@ -129,15 +129,15 @@ PACES = {
 # Candidates if a mask cuts through tiles.
 CUT_PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0575, 2100, of_other_edge=2000),
-        Tiles(256, 64, 4, 1, 64): Pace(0.0545, 3100, of_other_edge=2900),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0600, 1000, of_other_edge=1000),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0575, 2100, ns_of_other_edge=2000),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0545, 3100, ns_of_other_edge=2900),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0600, 1000, ns_of_other_edge=1000),
         Tiles(64, 128, 2, 1, 64, 2): Pace(0.0640, 640, 1.45, 530),
         Tiles(64, 64, 2, 1, 64, 3): Pace(0.0715, 370, 1.55, 390),
         Tiles(64, 32, 2, 1, 64, 4): Pace(0.0960, 300, 1.80, 390),
     },
     128: {
-        Tiles(128, 128, 2, 2, 128): Pace(0.0850, 1570, of_other_edge=1380),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0850, 1570, ns_of_other_edge=1380),
         Tiles(64, 64, 2, 1, 64, 2): Pace(0.1151, 760, 1.15, 450),
     },
     192: WIDE_PACES[192],
@@ -164,8 +164,8 @@ MOST_PAGES = 8
 # Where a mask is alike for all rows, the tiles with three consumers that leave it registers, by largest head
 # dim.
 ALIKE_PACES = {
-    64: {Tiles(192, 96, 2, 1, 64): Pace(0.0535, 1150, of_other_edge=1150)},
-    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 2270, of_other_edge=2270)},
+    64: {Tiles(192, 96, 2, 1, 64): Pace(0.0535, 1150, ns_of_other_edge=1150)},
+    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 2270, ns_of_other_edge=2270)},
 }
 
 # A float32 bias takes a register per score, so above PANEL_COLS tiles have fewer keys.

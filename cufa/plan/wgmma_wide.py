@@ -27,7 +27,7 @@ from cufa.plan.persistent import (
     FINDINGS_BYTES,
     MERGE_SMEM_BYTES,
     OVERHEAD_REGISTERS,
-    START,
+    START_NS,
     WORK_TILE_BYTES,
     box_keys,
     choose_persistent,
@@ -49,11 +49,12 @@ LEAST_STAGES, MOST_STAGES = 2, 4
 WIDENED, WIDENED_AT_ONCE = "float16", 32
 # The most columns of the output that a warpgroup stores at once, in the place of the queries.
 MOST_STORE_COLS = 128
-# Nanoseconds of an SM of an H200 per score and dim of its two products, and per tile of queries. Small tiles
-# of keys, and those with so few stages that no copy is ahead of the products, take longer.
-OF_DIM, OF_DIM_IN_FEW_KEYS, OF_TILE = 0.00039, 0.00044, 5300
-# The same where keys are widened.
-OF_WIDENED_DIM = 0.00046
+# The time of an SM of an H200 for each dim of the two products of a score. Small tiles of keys, and those
+# with so few stages that no copy is ahead of the products, take longer; so do widened keys.
+DIM_NS, PRESSED_DIM_NS, WIDENED_DIM_NS = 0.00039, 0.00044, 0.00046
+# Its further time for each tile of queries.
+TILE_NS = 5300
+# With at most so many keys, tiles count as small.
 FEW_KEYS = 32
 # Which of a tile's keys are in a share, and which part of its tile that is.
 SHARE_OF_KEYS_BYTES, PART_BYTES = 12, 8
@@ -112,7 +113,7 @@ def price(problem: Problem, device: Device) -> float:
         merging = shares.merging_time(problem, tiles)
     else:
         merging = parting.merging_time(problem, tiles, device)
-    return (START + max(least, memory_time(problem, device) + merging)) / 1000
+    return (START_NS + max(least, memory_time(problem, device) + merging)) / 1000
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
@@ -168,11 +169,11 @@ def _fastest_tiles(problem: Problem, device: Device) -> tuple[WideTiles, float]:
     tiles = _largest(problem.kind, device)
     pressed = tiles.block_n <= FEW_KEYS or (problem.values_in_keys and tiles.stages == LEAST_STAGES)
     value_cols = tiles.own_cols(problem.value_dim) * tiles.column_warpgroups
-    of_dim = OF_DIM_IN_FEW_KEYS if pressed else OF_DIM
+    of_dim = PRESSED_DIM_NS if pressed else DIM_NS
     if _widens(problem):
-        of_dim = OF_WIDENED_DIM
+        of_dim = WIDENED_DIM_NS
     of_score = (problem.head_dim + value_cols) * of_dim
-    pace = Pace(of_score, OF_TILE)
+    pace = Pace(of_score, TILE_NS)
     best, least = fastest_in_parts(problem, device, {tiles: pace}, lambda *_: True)
     in_shares = replace(tiles, shares=shares.most_shares(problem, tiles, device.sm_count))
     may_share = in_shares.shares > 1 and shares.unsuited(problem, in_shares) is None

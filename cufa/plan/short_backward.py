@@ -10,34 +10,47 @@ from cufa.device import Device
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# The most head dims of all that follows but for wide heads.
-_NARROW = 128
-# Many short sequences: up to how many queries and keys, and how many heads of such ones for each SM.
+# The limits above those of wide heads are for at most this many head dims.
+_NARROW_DIM = 128
+# Many short sequences: at most this many queries and keys, and at least this many such heads for each SM.
 _SHORT, _MANY_HEADS = 32, 8
-# Blocks that have all keys of a KV head: up to how many keys. Rows are the queries of all heads that share
-# these. Up to how many rows they are faster with few keys, where twice as many do if no SM is idle; and with
-# more keys, where a mask or a mask_mod hides scores.
-_WHOLE_KEYS, _FEW_KEYS, _ROWS_OF_FEW_KEYS, _ROWS_UNDER_MASK = 128, 64, 256, 256
-# With few keys, heads that share them are parted: up to how many queries, and how many if no SM is idle.
+
+# Blocks that have all keys of a KV head, which are at most this many. "Rows" are the queries of all heads
+# that share these keys. If these heads are divided among blocks, each has a "part": the queries of one head.
+_WHOLE_KEYS = 128
+# At most this many keys are few. Then such blocks are faster with at most this many rows, or twice as many if
+# no SM is idle; and with at most this many queries in a part, or the second number if no SM is idle.
+_FEW_KEYS = 64
+_ROWS_OF_FEW_KEYS = 256
 _QUERIES_OF_PART, _QUERIES_OF_MANY_PARTS = 128, 256
-# With more keys, by the most head dims: up to how many rows, or queries of parts, if an SM has at most so
-# many blocks, and up to how many queries with any number of blocks.
-_ROWS, _BLOCKS_OF_SM = {32: 320, 64: 128, _NARROW: 96}, {32: 4, 64: 1, _NARROW: 1}
-_FEW_QUERIES = {32: 64, 64: 32, _NARROW: 0}
-# Few rows with any number of keys: up to how many head dims and rows, or queries of parts; and without a
-# score_mod, which would be computed for rows that do not exist, how many tiles of so many keys for each SM.
-_FEW_ROWS_HEAD_DIM, _FEW_ROWS, _TILE_KEYS, _TILES_OF_SM = 64, 64, 128, 2
-# Wide heads, up to how many dims: up to how many queries and keys; and if the call has a mask, a bias, a
-# function or dropout, as long as query heads have no more tiles of so many keys than there are SMs.
-_WIDE, _SHORT_IF_WIDE, _SHORT_IF_SHAPED, _WIDE_TILE_KEYS = 256, 32, 80, 64
-# Wide heads whose keys a block can have all, up to how many dims: up to how many queries; and by the most
-# keys, if no SM is idle or the call has one of these features.
-_WIDE_OF_WHOLE_KEYS, _QUERIES_IF_WIDE, _QUERIES_IF_BUSY = 160, 64, {_FEW_KEYS: 256, _WHOLE_KEYS: 128}
+# With any number of these keys, if a mask or a mask_mod hides scores: at most this many rows.
+_ROWS_UNDER_MASK = 256
+# Otherwise, by the largest head dim: at most this many rows, or queries in a part, if an SM has at most this
+# many blocks; and at most this many queries with any number of blocks.
+_ROWS = {32: 320, 64: 128, _NARROW_DIM: 96}
+_BLOCKS_OF_SM = {32: 4, 64: 1, _NARROW_DIM: 1}
+_FEW_QUERIES = {32: 64, 64: 32, _NARROW_DIM: 0}
+
+# Few rows with any number of keys: at most this many head dims, and rows, or queries in a part.
+_FEW_ROWS_HEAD_DIM, _FEW_ROWS = 64, 64
+# That is only if each SM has at most this many tiles of this many keys, or if there is a score_mod, which the
+# Hopper backward would also compute for rows that do not exist.
+_TILES_OF_SM, _TILE_KEYS = 2, 128
+
+# Wide heads, of at most this many head dims: at most this many queries and keys.
+_WIDE_DIM, _SHORT_IF_WIDE = 256, 32
+# The same if the call has a mask, a bias, a function or dropout, and query heads have no more tiles of
+# _WIDE_TILE_KEYS keys than there are SMs.
+_WIDE_TILE_KEYS, _SHORT_IF_SHAPED = 64, 80
+# Wide heads, of at most this many head dims, if a block has all their keys: at most this many queries.
+_WIDE_DIM_OF_WHOLE, _QUERIES_IF_WIDE = 160, 64
+# If no SM is idle or the call has one of these features, by the most keys: at most this many queries.
+_QUERIES_IF_BUSY = {_FEW_KEYS: 256, _WHOLE_KEYS: 128}
 
 
 def is_short(problem: Problem, device: Device) -> bool:
     """Whether sequences are short for `bwd_4_wgmma`."""
-    if _dims(problem) > _NARROW:
+    if _dims(problem) > _NARROW_DIM:
         return False
     return _are_many(problem, device) or _is_whole(problem, device) or _has_few_rows(problem, device)
 
@@ -50,7 +63,7 @@ def is_short_if_wide(problem: Problem, device: Device) -> bool:
     sequences = problem.batch // problem.packed_sequences
     tiles = sequences * problem.heads * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
     most = _SHORT_IF_SHAPED if _is_shaped(problem) and tiles <= device.sm_count else _SHORT_IF_WIDE
-    return longest <= most and _dims(problem) <= _WIDE
+    return longest <= most and _dims(problem) <= _WIDE_DIM
 
 
 def _are_many(problem: Problem, device: Device) -> bool:
@@ -82,7 +95,7 @@ def _is_whole(problem: Problem, device: Device) -> bool:
 def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
     """The same for wide heads."""
     queries, keys = _queries(problem), problem.longest_keys
-    if keys > _WHOLE_KEYS or _dims(problem) > _WIDE_OF_WHOLE_KEYS:
+    if keys > _WHOLE_KEYS or _dims(problem) > _WIDE_DIM_OF_WHOLE:
         return False
     busy = problem.batch * problem.kv_heads >= device.sm_count or _is_shaped(problem)
     most = next(most for limit, most in _QUERIES_IF_BUSY.items() if keys <= limit)

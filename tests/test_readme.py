@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 GUIDE = ROOT / "cufa" / "kernels" / "README.md"
+PLANS = ROOT / "cufa" / "plan" / "README.md"
 
 
 def test_figures_are_those_of_the_records():
@@ -34,7 +35,7 @@ def test_the_selections_of_tests_have_some(file, expression):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", CONTRIBUTING, BENCHMARKS, GUIDE])
+@pytest.mark.parametrize("page", [ROOT / "README.md", CONTRIBUTING, BENCHMARKS, GUIDE, PLANS])
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     files = [link for link in links if not link.startswith("https://")]
@@ -78,6 +79,12 @@ def test_the_guide_to_the_kernels_names_each_header_once():
     assert sorted(map(Path, named)) == sorted(
         path.relative_to(GUIDE.parent) for path in GUIDE.parent.rglob("*.cuh")
     )
+
+
+def test_the_guide_to_plans_names_each_module_once():
+    second_columns = re.findall(r"^\|[^|]*\|([^|]*)\|", PLANS.read_text(), re.MULTILINE)
+    named = re.findall(r"`(\w+\.py)`", " ".join(second_columns))
+    assert sorted(named) == sorted(path.name for path in PLANS.parent.glob("*.py") if path.stem != "__init__")
 
 
 def test_the_guide_to_the_kernels_has_the_ladder_in_order():

@@ -1,7 +1,7 @@
 """From a Problem and a Device to a Plan: which kernel, which tiles, which launches, and why.
 
 Pure functions of their arguments: a machine without a GPU can make, print and compile a plan for any known
-GPU.
+GPU. README.md in this folder says what each module plans.
 """
 
 from __future__ import annotations

@@ -78,17 +78,21 @@ class Executable:
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
         self._sum_bytes = plan.problem.accumulator.itemsize
         self._no_features = NO_FEATURES[plan.problem.direction]
-        self._codes = tuple(map(_Code, plan.and_beside, plan.workspace_begins))
+        self._loaded = tuple(map(_LoadedPlan, plan.and_beside, plan.workspace_begins))
         launches = [
-            (of, step, _Kernel(self._codes[of].module, launch))
-            for of, launch in plan.in_order
+            (index, step, _Kernel(self._loaded[index].module, launch))
+            for index, launch in plan.in_order
             for step in range(launch.steps)
         ]
         by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
         plans = plan.and_beside
         self._launches = [
-            (of, pack_sizes(plans[of].problem, step, plans[of].parting), [kernel for *_, kernel in same])
-            for (of, step), same in by_step
+            (
+                index,
+                pack_sizes(plans[index].problem, step, plans[index].parting),
+                [kernel for *_, kernel in same],
+            )
+            for (index, step), same in by_step
         ]
 
     def packer(self, layout: Layout, bias: Region | None = None) -> Packer:
@@ -109,7 +113,7 @@ class Executable:
                 of_bias = bias_fields(bias_at, bias)
             fields = layout.fields(addresses)
             tensors = pack_tensors(self.plan.problem, fields)
-            return tuple(code.encoder(fields + of_bias) + tensors for code in self._codes)
+            return tuple(loaded.encoder(fields + of_bias) + tensors for loaded in self._loaded)
 
         return functools.partial(_packed, pack)
 
@@ -134,11 +138,13 @@ class Executable:
             memory = self._allocate()  # returns to CuPy's pool, for this stream, after all launches
             address = memory.ptr
         features = features or self._no_features
-        for of, sizes, kernels in self._launches:
-            code = self._codes[of]
-            memory_of = code.counters.take(stream) if code.counters is not None else address + code.begins
-            call = pack_call(lse, memory_of, softmax_scale, self._sum_bytes)
-            params = ctypes.c_char_p(tensors[of] + call + sizes + features + code.padding)
+        for index, sizes, kernels in self._launches:
+            loaded = self._loaded[index]
+            workspace_at = address + loaded.begins
+            if loaded.counters is not None:
+                workspace_at = loaded.counters.take(stream)
+            call = pack_call(lse, workspace_at, softmax_scale, self._sum_bytes)
+            params = ctypes.c_char_p(tensors[index] + call + sizes + features + loaded.padding)
             for kernel in kernels:
                 kernel(params, stream)
 
@@ -148,7 +154,7 @@ def _packed(pack: Callable[[tuple[int, ...]], tuple[bytes, ...]], *addresses: in
     return pack(addresses)
 
 
-class _Code:
+class _LoadedPlan:
     """What is loaded for one plan, and the fixed part of its kernels' parameters."""
 
     def __init__(self, plan: Plan, begins: int) -> None:

@@ -315,13 +315,13 @@ def tiles_between(begin: int, end: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, end)) for start in range(begin, end, tile)]
 
 
-def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:
+def packed_pieces(name: str, cu_seqlens: Array, tensor: str, tokens: int) -> list[slice]:
     """The slice of each packed sequence; raises ValueError if cu_seqlens is invalid."""
     ends = [int(end) for end in cu_seqlens]
     if ends[0] < 0:
         raise ValueError(f"{name} begins with {ends[0]}; it must be at least 0")
     if ends[-1] > tokens:
-        raise ValueError(f"{name} ends with {ends[-1]}, but {of} has {counted(tokens, 'token')}")
+        raise ValueError(f"{name} ends with {ends[-1]}, but {tensor} has {counted(tokens, 'token')}")
     pieces = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
     for b, piece in enumerate(pieces):
         if piece.stop < piece.start:

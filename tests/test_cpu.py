@@ -451,7 +451,7 @@ def test_every_head_is_in_one_stack(threads: int) -> None:
     parts = list(stacks._stacks(rules.sequences(q, k), q, k, rules, threads))
     taken = np.zeros((3, 2), int)
     for part in parts:
-        taken[part.of.numbers, part.kv_heads] += 1
+        taken[part.sequences.numbers, part.kv_heads] += 1
     assert (taken == 1).all()
     assert len(parts) >= min(threads, taken.size)
 

@@ -291,10 +291,10 @@ def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem
     def size(name: str, default: int) -> int:
         return default if sizes[name] is None else int(sizes[name])
 
-    def parts(whole: str, default: int, of: int, what: str) -> int:
-        if sizes[whole] is not None and sizes[whole] < of:
-            raise output.Failure(f"--{whole} is {sizes[whole]}, which is less than one {what} of {of}")
-        return max(1, size(whole, default) // max(1, of))
+    def parts(whole: str, default: int, part: int, what: str) -> int:
+        if sizes[whole] is not None and sizes[whole] < part:
+            raise output.Failure(f"--{whole} is {sizes[whole]}, which is less than one {what} of {part}")
+        return max(1, size(whole, default) // max(1, part))
 
     head_dim = size("head_dim", defaults.head_dim)
     heads = size("heads", parts("hidden", defaults.hidden, head_dim, "head"))

@@ -349,41 +349,43 @@ class _Sample:
         self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike
     ) -> _Matrices:
         """The matrices with NaN and Inf replaced by 0, to measure rounding."""
-        of = self._matrices(sequence, h, rows, keys, dtype)
+        given = self._matrices(sequence, h, rows, keys, dtype)
         q, k = self._inputs["q"], self._inputs["k"]
         head = self._finite_rules.head(q, k, sequence, h, rows, keys, dtype)
-        Q, K, V, O, dO = finite(of.Q, of.K, of.V, of.O, of.dO)  # noqa: E741
-        return _Matrices(head, Q, K, V, O, dO, of.lse, of.dlse)
+        Q, K, V, O, dO = finite(given.Q, given.K, given.V, given.O, given.dO)  # noqa: E741
+        return _Matrices(head, Q, K, V, O, dO, given.lse, given.dlse)
 
     def _rounded_matrices(self, sequence: Sequence, h: int, rows: slice, keys: slice) -> _Matrices:
         """The operands of standard attention; for tf32 the inputs are rounded, too."""
-        of = self._finite_matrices(sequence, h, rows, keys, self._rounded.sums)
-        Q, K, V, dO = map(self._rounded, (of.Q, of.K, of.V, of.dO))
-        return replace(of, Q=Q, K=K, V=V, dO=dO)
+        given = self._finite_matrices(sequence, h, rows, keys, self._rounded.sums)
+        Q, K, V, dO = map(self._rounded, (given.Q, given.K, given.V, given.dO))
+        return replace(given, Q=Q, K=K, V=V, dO=dO)
 
 
 @np.errstate(all="ignore")
-def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
+def _row_results(given: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """The results of rows, given all their keys."""
-    S, slopes = of.head.scores(of.Q, of.K, rounded)
-    P, lse = of.head.softmax(S, rounded)
-    dP = of.head.probability_gradients(of.dO, of.V, rounded)
-    D = (P * dP).sum(axis=1) - of.dlse
-    dQ, *_ = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slopes, rounded)
-    return {"out": of.head.output(P, of.V, rounded), "lse": lse, "dq": dQ}
+    S, slopes = given.head.scores(given.Q, given.K, rounded)
+    P, lse = given.head.softmax(S, rounded)
+    dP = given.head.probability_gradients(given.dO, given.V, rounded)
+    D = (P * dP).sum(axis=1) - given.dlse
+    dQ, *_ = given.head.gradients(given.Q, given.K, given.dO, P, dP, D, slopes, rounded)
+    return {"out": given.head.output(P, given.V, rounded), "lse": lse, "dq": dQ}
 
 
 @np.errstate(all="ignore")
-def _score_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
+def _score_results(given: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """Terms of gradients that are sums over rows (FlashAttention-2, algorithm 2, lines 11 to 16)."""
-    S, slopes = of.head.scores(of.Q, of.K, rounded)
-    P = rounded(of.head.probabilities(S, of.lse[:, None]))
-    dP = of.head.probability_gradients(of.dO, of.V, rounded)
-    D = (of.dO * of.O).sum(axis=1) - of.dlse
-    _, dK, dV, dS = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slopes, rounded)
-    return {"dk": dK, "dv": dV, "dbias": dS, "dsink": -of.head.sink_probability(of.lse) * D}
+    S, slopes = given.head.scores(given.Q, given.K, rounded)
+    P = rounded(given.head.probabilities(S, given.lse[:, None]))
+    dP = given.head.probability_gradients(given.dO, given.V, rounded)
+    D = (given.dO * given.O).sum(axis=1) - given.dlse
+    _, dK, dV, dS = given.head.gradients(given.Q, given.K, given.dO, P, dP, D, slopes, rounded)
+    return {"dk": dK, "dv": dV, "dbias": dS, "dsink": -given.head.sink_probability(given.lse) * D}
 
 
 @np.errstate(all="ignore")
-def _squares(of: _Matrices, rounded: Rounded) -> dict[str, Array]:
-    return squared_roundings(rounded, of.head, of.Q, of.K, of.V, of.O, of.dO, of.lse, of.dlse)
+def _squares(given: _Matrices, rounded: Rounded) -> dict[str, Array]:
+    return squared_roundings(
+        rounded, given.head, given.Q, given.K, given.V, given.O, given.dO, given.lse, given.dlse
+    )

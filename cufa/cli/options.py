@@ -95,14 +95,14 @@ LAYOUT = click.Choice(list(LAYOUTS))
 KERNEL = KernelName(KERNELS)
 
 
-def several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def several(convert_one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """The type of an option that takes several values separated by commas."""
 
     def convert(text: str) -> tuple[Any, ...]:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts:
             raise click.BadParameter("give at least one value")
-        return tuple(of(part) for part in parts)
+        return tuple(convert_one(part) for part in parts)
 
     return convert
 
@@ -200,7 +200,7 @@ def backend_option(command: Command) -> Command:
     )(command)
 
 
-def tile_option(name: str, of: str) -> Callable[[Command], Command]:
+def tile_option(name: str, kernel: str) -> Callable[[Command], Command]:
     """--tile or a similar option."""
     return click.option(
         name,
@@ -208,7 +208,7 @@ def tile_option(name: str, of: str) -> Callable[[Command], Command]:
         metavar="NAME=N",
         multiple=True,
         callback=_once_each,
-        help=f"Override a tile size of the {of}. Repeatable.",
+        help=f"Override a tile size of the {kernel}. Repeatable.",
     )
 
 

@@ -207,7 +207,7 @@ class Workload:
         if self.features.varlen is None:
             return {}
         most = zip("qk", map(max, zip(*self.features.varlen, strict=True)), strict=True)
-        return {f"max_seqlen_{of}": count for of, count in most if f"cu_seqlens_{of}" in self.arrays}
+        return {f"max_seqlen_{side}": count for side, count in most if f"cu_seqlens_{side}" in self.arrays}
 
     def _backward_options(self) -> Arrays:
         """The arguments that only the backward has."""

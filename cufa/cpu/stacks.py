@@ -203,7 +203,7 @@ class _Alike:
 
 
 @dataclass(frozen=True)
-class _Batches:
+class _EqualSequences:
     """Consecutive sequences of the same length."""
 
     numbers: slice
@@ -222,7 +222,7 @@ class _Batches:
 
 
 @dataclass(frozen=True)
-class _One:
+class _OneSequence:
     """One sequence that is packed or has its own length, with the same methods."""
 
     sequence: Sequence
@@ -249,7 +249,7 @@ class _Stack:
     """Some KV heads of some sequences, and the query heads that share them."""
 
     alike: _Alike
-    of: _Batches | _One
+    sequences: _EqualSequences | _OneSequence
     kv_heads: slice
 
     @property
@@ -269,21 +269,21 @@ class _Stack:
 
     def queries_of(self, x: Array) -> Array:
         """Its part of q, out or their gradients: (batch, heads, rows, dim)."""
-        part: Array = self.of.queries(x)[:, :, self.heads].swapaxes(1, 2)
+        part: Array = self.sequences.queries(x)[:, :, self.heads].swapaxes(1, 2)
         return part
 
     def keys_of(self, x: Array) -> Array:
         """Its part of k, v or their gradients: (batch, kv_heads, columns, dim)."""
-        part: Array = self.of.keys(x)[:, :, self.kv_heads].swapaxes(1, 2)
+        part: Array = self.sequences.keys(x)[:, :, self.kv_heads].swapaxes(1, 2)
         return part
 
     def unused_keys_of(self, x: Array) -> Array:
         """Its part of the keys that do not count."""
-        return self.of.unused_keys(x)[:, :, self.kv_heads]
+        return self.sequences.unused_keys(x)[:, :, self.kv_heads]
 
     def statistics_of(self, x: Array) -> Array:
         """Its part of the LSE or the LSE's gradient: (batch, heads, rows)."""
-        return self.of.statistics(x)[:, self.heads]
+        return self.sequences.statistics(x)[:, self.heads]
 
     def queries(self, name: str, x: Array, scale: float = 1.0) -> Array:
         """A scaled copy of `queries_of`, by group."""
@@ -312,7 +312,7 @@ class _Stack:
             S += self._part(self.rules.bias).astype(S.dtype)
         slopes = self.rules.alibi_slopes
         if slopes is not None:
-            own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.of.numbers, self.heads]
+            own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.sequences.numbers, self.heads]
             S -= own[..., None, None] * np.abs(self.alike.distances).astype(S.dtype)
 
     def visible(self) -> Array | None:
@@ -333,7 +333,7 @@ class _Stack:
     def _part(self, x: Array) -> Array:
         """Its part of a bias or a mask; axes of length 1 stand for all."""
         shape = four_axes(x.shape)
-        batches = self.of.numbers if shape[0] > 1 else slice(None)
+        batches = self.sequences.numbers if shape[0] > 1 else slice(None)
         heads = self.heads if shape[1] > 1 else slice(None)
         part: Array = x.reshape(shape)[batches, heads, : self.alike.rows, : self.alike.columns]
         return part
@@ -346,13 +346,15 @@ def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads
         for sequence in sequences:
             alike = _Alike(rules, scratches, group, sequence.seqlen_q, sequence.seqlen_k)
             some = min(_fitting(alike, threads), kv_heads)
-            yield from (_Stack(alike, _One(sequence), part) for part in tiles_between(0, kv_heads, some))
+            yield from (
+                _Stack(alike, _OneSequence(sequence), part) for part in tiles_between(0, kv_heads, some)
+            )
         return
     alike = _Alike(rules, scratches, group, q.shape[1], k.shape[1])
     most = min(_fitting(alike, threads), max(1, len(sequences) * kv_heads // threads))
     for numbers in tiles_between(0, len(sequences), max(1, most // kv_heads)):
         parts = tiles_between(0, kv_heads, min(most, kv_heads))
-        yield from (_Stack(alike, _Batches(numbers), part) for part in parts)
+        yield from (_Stack(alike, _EqualSequences(numbers), part) for part in parts)
 
 
 def _fitting(alike: _Alike, threads: int) -> int:

@@ -421,8 +421,8 @@ class _Sums:
         return cls(group, dK, dV, dsink, {}, of_arrays)
 
     def add(self, other: _Sums) -> _Sums:
-        for mine, its in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):
-            mine += its
+        for mine, others in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):
+            mine += others
         for name, of_array in self.dscore_mod.items():
             of_array.add_range(other.dscore_mod[name])
         for place, sums in other.dbias.items():

@@ -325,7 +325,7 @@ def price(problem: Problem, device: Device) -> float:
     """
     tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
     tile_clocks = _tile_clocks(problem.kind, tiles)
-    key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (keys_of_tile, keys_of_longest))
+    key_tiles, most = (ceil(keys(problem, tiles) / tiles.block_n) for keys in (keys_of_tile, keys_of_longest))
     tile_work = tile_clocks * CLOCK_NS + tiles.block_m * tiles.block_n * SCORE_NS
     tile_latency = TILE_LATENCY_NS + LATENCY_NS_PER_CLOCK * tile_clocks
     # A warp has one of an SM's tensor cores.

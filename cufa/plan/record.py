@@ -158,7 +158,7 @@ class Plan:
     def in_order(self) -> tuple[tuple[int, Launch], ...]:
         """All launches in order, each with the index of its plan in `and_beside`."""
         plans = enumerate(self.and_beside)
-        first, *others = ([(of, launch) for launch in plan.launches] for of, plan in plans)
+        first, *others = ([(index, launch) for launch in plan.launches] for index, plan in plans)
         return (*first[:1], *itertools.chain(*others), *first[1:])
 
     @cached_property

@@ -237,19 +237,19 @@ def _choose_slices(
     """Into how many slices the head dims are divided, and the tiles."""
     name, sliced = "bwd_2_flash_v2", _slices(problem)
 
-    def of(slices: int) -> tuple[int, Choice[BackwardTiles]]:
+    def choose(slices: int) -> tuple[int, Choice[BackwardTiles]]:
         candidates = BACKWARD_TILES if slices == 1 else SLICED_BACKWARD_TILES
         cost_of = partial(_backward_cost, slices=slices)
         return slices, _choose(name, problem, device, overrides, candidates, cost_of)
 
     if sliced == 1 or _is_wide(problem):
-        return of(sliced)
+        return choose(sliced)
     try:
-        whole = of(1)
+        whole = choose(1)
     except ValueError:
-        return of(sliced)
+        return choose(sliced)
     try:
-        in_slices = of(sliced)
+        in_slices = choose(sliced)
     except ValueError:
         return whole
     spills = whole[1].cost.registers > device.registers_per_thread

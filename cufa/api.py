@@ -29,21 +29,21 @@ from cufa.arguments import (
     check_window,
     refuse_gpu_options,
 )
-from cufa.arrays import Described
+from cufa.arrays import ArrayInfo
 from cufa.call import (
     GRADIENT_ARRAYS,
     TENSORS,
     ArchLike,
     Arrays,
-    Asked,
     Call,
+    OptionValues,
     Tiles,
     Window,
     check_on_gpu,
-    chosen_of,
     cpu_options,
     empty,
-    known_of,
+    facts_of,
+    kernel_choice_of,
     plan_of,
     run_on_gpu,
     write_probabilities,
@@ -244,7 +244,7 @@ def attention(
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
     longest = max_seqlen_q, max_seqlen_k
-    asked = _asked(causal, window, values, layout, precision, mods, longest)
+    option_values = _option_values(causal, window, values, layout, precision, mods, longest)
     optional = {
         "bias": bias,
         "mask": mask,
@@ -260,7 +260,9 @@ def attention(
         "out": out,
         "lse": lse,
     }
-    call = Call("forward", {"q": q, "k": k, "v": v, **mods.arrays, **_given(optional)}, asked, backend)
+    call = Call(
+        "forward", {"q": q, "k": k, "v": v, **mods.arrays, **_given(optional)}, option_values, backend
+    )
     scale = _scale_of(call.problem, softmax_scale, values)
     call.want("out")
     if return_lse or return_attn_probs or lse is not None:
@@ -270,7 +272,7 @@ def attention(
         call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:
-        chosen = chosen_of("forward", kernel, tiles, arch)
+        chosen = kernel_choice_of("forward", kernel, tiles, arch)
         run_on_gpu(call, TENSORS["forward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
@@ -307,18 +309,18 @@ def check_attention(
     check_flags(return_lse=return_lse)
     check_descales(**{name: side.get(name) for name in DESCALES})
     values = _feature_values(softcap, 0.0, 0, 0)
-    asked = _asked(causal, window, values, "bshd", "ieee", mods_of(None, None))
+    option_values = _option_values(causal, window, values, "bshd", "ieee", mods_of(None, None))
     adopted = arrays.adopt_in_place({"q": q, "k": k, "v": v} | _given(side))
-    known = known_of("forward", adopted.described, asked)
-    scale = _scale_of(known.problem, softmax_scale, values)
+    facts = facts_of("forward", adopted.described, option_values)
+    scale = _scale_of(facts.problem, softmax_scale, values)
     if adopted.on_gpu:
-        check_on_gpu(known, adopted.addresses)
+        check_on_gpu(facts, adopted.addresses)
         return
     own = adopted.arrays
     of_scores = {name: own[name] for name in FEATURE_ARRAYS if name in own}
     Rules(softmax_scale=scale, **of_scores).sequences(own["q"], own["k"])
     if arrays.gpu_usable():
-        plan_of(known, {}, False, target(None))
+        plan_of(facts, {}, False, target(None))
 
 
 @untraced
@@ -448,7 +450,9 @@ def attention_backward(
         of_arrays = mods.array_gradients(dscore_mod)
     named_of_arrays = {name: output for name, output in of_arrays if name is not None}
     longest = max_seqlen_q, max_seqlen_k
-    asked = _asked(causal, window, values, layout, precision, mods, longest, deterministic, of_features)
+    option_values = _option_values(
+        causal, window, values, layout, precision, mods, longest, deterministic, of_features
+    )
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
         "dlse": dlse,
@@ -463,13 +467,13 @@ def attention_backward(
         **gradients,
         **named_of_arrays,
     }
-    call = Call("backward", required | _given(optional), asked, backend)
+    call = Call("backward", required | _given(optional), option_values, backend)
     scale = _scale_of(call.problem, softmax_scale, values)
     for name in (*gradients, *named_of_arrays):
         call.want(name)
 
     if call.on_gpu:
-        chosen = chosen_of("backward", kernel, tiles, arch)
+        chosen = kernel_choice_of("backward", kernel, tiles, arch)
         run_on_gpu(call, TENSORS["backward"], None, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
@@ -620,14 +624,16 @@ def plan(
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed, offset)
     longest = max_seqlen_q, max_seqlen_k
-    asked = _asked(causal, window, values, layout, precision, mods, longest, deterministic, gradients)
-    known = known_of(direction, described, asked)
-    _scale_of(known.problem, softmax_scale, values)
+    option_values = _option_values(
+        causal, window, values, layout, precision, mods, longest, deterministic, gradients
+    )
+    facts = facts_of(direction, described, option_values)
+    _scale_of(facts.problem, softmax_scale, values)
     device = target(arch, for_plan_only=True)
-    return plan_of(known, arrays.addresses_on_gpu(named), arrays.values_in_keys(k, v), device, kernel, tiles)
+    return plan_of(facts, arrays.addresses_on_gpu(named), arrays.values_in_keys(k, v), device, kernel, tiles)
 
 
-def _described(name: str, array: Any) -> Described:
+def _described(name: str, array: Any) -> ArrayInfo:
     """Describe anything with a shape and a dtype, even if it is not an array.
 
     Without strides (in bytes), it counts as contiguous.
@@ -674,7 +680,7 @@ def _scale_of(problem: Problem, softmax_scale: float | None, values: FeatureValu
     return scale
 
 
-def _asked(
+def _option_values(
     causal: bool,
     window: Window,
     values: FeatureValues,
@@ -684,7 +690,7 @@ def _asked(
     longest: tuple[int | None, int | None] = (None, None),
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
-) -> Asked:
+) -> OptionValues:
     """The options that a kernel is planned for. Of softcap and dropout, only whether they are on.
 
     They are part of a cache's key, in which 1.0 equals 1. Options that may be 1 but not 1.0 are checked here.

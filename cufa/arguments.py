@@ -44,7 +44,7 @@ from cufa.problem import (
     tensor_axes,
 )
 from cufa.rounding import ceil_div
-from cufa.traced.header import Written
+from cufa.traced.header import TracedCode
 
 # What a call may request gradients of, and its arrays, beyond q, k and v.
 _GRADIENTS = ("bias", "sink", "score_mod")
@@ -90,8 +90,8 @@ class Options(NamedTuple):
     gradients: tuple[str, ...] = ()
     layout: str = "bshd"
     precision: str = "ieee"
-    score_mod: Written | None = None
-    mask_mod: Written | None = None
+    score_mod: TracedCode | None = None
+    mask_mod: TracedCode | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 

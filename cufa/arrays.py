@@ -43,7 +43,7 @@ Backend = Literal["numpy", "cuda"]
 BACKENDS: tuple[Backend, ...] = ("numpy", "cuda")
 
 # An array's name as an argument, its shape, its strides in bytes and its dtype.
-Described = tuple[str, Shape, Shape, Any]
+ArrayInfo = tuple[str, Shape, Shape, Any]
 
 _log = logging.getLogger("cufa")
 
@@ -60,7 +60,7 @@ class Adopted(NamedTuple):
     sources: dict[str, Any]
     on_gpu: bool
     export: Callable[[Any], Any]
-    described: tuple[Described, ...]
+    described: tuple[ArrayInfo, ...]
     addresses: dict[str, int]
     writeable: bool = True
 
@@ -184,13 +184,13 @@ def address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-def describe(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
+def describe(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayInfo, ...], dict[str, int]]:
     """Describe NumPy or CuPy arrays, and return their addresses by name."""
     described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in arrays.items()])
     return described, {name: address(array) for name, array in arrays.items()}
 
 
-def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[str, Region]:
+def regions(described: Iterable[ArrayInfo], addresses: Iterable[int]) -> dict[str, Region]:
     """The memory of the described arrays, by name; `addresses` may continue with those of other arrays."""
     return {
         name: Region(address, shape, strides, dtype.itemsize)
@@ -248,7 +248,7 @@ def check_written(
 
 @functools.lru_cache(maxsize=4096)
 def _check_apart(
-    described: tuple[Described, ...], addresses: tuple[int, ...], outputs: tuple[str, ...], in_place: InPlace
+    described: tuple[ArrayInfo, ...], addresses: tuple[int, ...], outputs: tuple[str, ...], in_place: InPlace
 ) -> None:
     check_apart(regions(described, addresses), outputs, in_place)
 
@@ -260,7 +260,7 @@ def check_aligned(adopted: Adopted) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_aligned(described: tuple[Described, ...], addresses: tuple[int, ...]) -> None:
+def _check_aligned(described: tuple[ArrayInfo, ...], addresses: tuple[int, ...]) -> None:
     tensor_layout.check_aligned(regions(described, addresses))
 
 
@@ -294,7 +294,7 @@ def on_cpu(array: Any, name: str) -> Any:
     return _import(array, name, _exporting_namespace(array, name))
 
 
-def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
+def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[ArrayInfo, ...], dict[str, int]]:
     """Do what `describe` does, for CuPy arrays; in a single pass, since every call needs it."""
     current = sys.modules["cupy"].cuda.runtime.getDevice()
     described = []

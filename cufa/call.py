@@ -1,17 +1,17 @@
 """One call: what follows from its arguments, cached for calls that are alike, and its way to the GPU.
 
-arrays -> known (Problem, layout, results) -> executable (Plan, loaded kernels) -> launches
+arrays -> CallFacts (Problem, layout, results) -> Executable (Plan, loaded kernels) -> launches
 
 What is cached on that way, by what. Each call asks the caches of the first group; those of the second are
 asked about arrays at addresses that are new.
 
-- `_known`, by shapes, strides, dtypes and options: what follows from them, if they are right.
+- `_facts`, by shapes, strides, dtypes and options: what follows from them, if they are right.
 - `_check_workspace`, by the addresses and the workspace: that this may be used, if there is one.
-- `_at_addresses`, by `Known`, addresses and choices: what runs the call, if the arrays are aligned.
-- `_features`, by `Known` and addresses: the packed parameters of arrays that are not in the layout.
+- `_at_addresses`, by `CallFacts`, addresses and choices: what runs the call, if the arrays are aligned.
+- `_features`, by `CallFacts` and addresses: the packed parameters of arrays that are not in the layout.
 - `launch._packed`, by addresses: the packed parameters of those that are.
 
-- `_in_layout`, by `Known`, layout, choices and what addresses decide: what runs such calls.
+- `_in_layout`, by `CallFacts`, layout, choices and what addresses decide: what runs such calls.
 - `_executable`, by `Problem` and choices: the plan with its kernels, for all strides.
 - `launch._module`, by `Variant`: a compiled file, for all plans that differ in no macro.
 """
@@ -36,7 +36,7 @@ from cufa.arguments import (
     check_reach,
     make_problem,
 )
-from cufa.arrays import Described
+from cufa.arrays import ArrayInfo
 from cufa.device import Arch, Device, target
 from cufa.kernels import kernel_named, reads_transposed
 from cufa.params import FeatureValues, pack_features, pack_values
@@ -69,15 +69,15 @@ from cufa.tensor_layout import (
     lies_transposed,
     transposed,
 )
-from cufa.traced.header import Written
+from cufa.traced.header import TracedCode
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None
 ArchLike = Arch | str | int
 Arrays = dict[str, Any]
 
-# The fields of `Options`. Only a call that is not cached makes an `Options` of them.
-Asked = tuple[
+# The fields of `Options`, as part of a cache's key. Only a call that is not cached makes `Options` of them.
+OptionValues = tuple[
     bool,
     Window,
     bool,
@@ -86,14 +86,14 @@ Asked = tuple[
     tuple[str, ...],
     str,
     str,
-    Written | None,
-    Written | None,
+    TracedCode | None,
+    TracedCode | None,
     int | None,
     int | None,
 ]
 
 
-class Chosen(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs`."""
 
     kernel: str | None = None
@@ -102,8 +102,8 @@ class Chosen(NamedTuple):
     attn_probs: bool = False
 
 
-# Most calls choose nothing. Making a `Chosen` for each would take a fiftieth of their host time.
-_NOTHING_CHOSEN = Chosen()
+# Most calls choose nothing. Making a `KernelChoice` for each would take a fiftieth of their host time.
+_NOTHING_CHOSEN = KernelChoice()
 
 # The arguments that are tensors, in the order of the parameter structs.
 TENSORS: dict[Direction, tuple[str, ...]] = {
@@ -117,8 +117,8 @@ _BESIDE_TENSORS = frozenset(("lse", *FEATURE_ARRAYS, *DESCALES, *GRADIENT_ARRAYS
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What follows from options, shapes, strides and dtypes; like calls share one `Known`.
+class CallFacts:
+    """What follows from options, shapes, strides and dtypes; calls that are alike share one.
 
     `outputs` are the names of the given arrays to write into. `layout` is the layout of the tensors, `axes`
     are their axes batch, seqlen and heads. `results` are the shapes and dtypes of all possible results.
@@ -129,7 +129,7 @@ class Known:
     direction: Direction
     problem: Problem
     options: Options
-    arrays: tuple[Described, ...]
+    arrays: tuple[ArrayInfo, ...]
     outputs: tuple[str, ...]
     layout: Layout
     axes: Axes
@@ -149,14 +149,16 @@ class Call:
     `wanted` are the shapes and dtypes of the results to write, to given arrays or to new ones.
     """
 
-    def __init__(self, direction: Direction, named: Arrays, asked: Asked, backend: str | None) -> None:
+    def __init__(
+        self, direction: Direction, named: Arrays, option_values: OptionValues, backend: str | None
+    ) -> None:
         """Check all arguments; `named` must end with the arrays to write into."""
         arrays.check_backend(backend)
         adopted = arrays.adopt_in_place(named)
-        self.known = known = known_of(direction, adopted.described, asked)
-        self.problem = known.problem
-        if known.outputs:
-            arrays.check_outputs(adopted, known.outputs)
+        self.facts = facts = facts_of(direction, adopted.described, option_values)
+        self.problem = facts.problem
+        if facts.outputs:
+            arrays.check_outputs(adopted, facts.outputs)
         adopted = arrays.moved(adopted, backend)  # what is wrong is not copied
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
@@ -165,17 +167,17 @@ class Call:
         self.addresses = adopted.addresses
         if adopted.moved:
             described, self.addresses = arrays.describe(self.tensors)
-            self.known = known_of(direction, described, asked)
+            self.facts = facts_of(direction, described, option_values)
 
     def refine(self) -> None:
         """Compute float32 products exactly, as `attn_probs` does, since it reads this call's LSE."""
-        asked = self.known.options._replace(precision="ieee")
-        self.known = known_of("forward", self.known.arrays, asked)
-        self.problem = self.known.problem
+        options = self.facts.options._replace(precision="ieee")
+        self.facts = facts_of("forward", self.facts.arrays, options)
+        self.problem = self.facts.problem
 
     def want(self, name: str) -> None:
         """Request a result."""
-        self.wanted[name] = self.known.results[name]
+        self.wanted[name] = self.facts.results[name]
 
     def allocate(self) -> None:
         """Allocate arrays for the requested results that have none."""
@@ -194,12 +196,14 @@ class Call:
 
     def in_bshd(self, *names: str) -> list[Any]:
         """The tensors as (batch, seqlen, heads, dim); packed ones, which have no batch axis, unchanged."""
-        axes = (*check_layout(self.known.options.layout), 3)
+        axes = (*check_layout(self.facts.options.layout), 3)
         tensors = [self.tensors[name] for name in names]
         return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
 
 
-def chosen_of(direction: Direction, kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Chosen:
+def kernel_choice_of(
+    direction: Direction, kernel: str | None, tiles: Tiles | None, arch: ArchLike | None
+) -> KernelChoice:
     """What a call with these options chooses; raises TypeError or ValueError for invalid values."""
     if kernel is None and tiles is None and arch is None:
         return _NOTHING_CHOSEN
@@ -207,15 +211,15 @@ def chosen_of(direction: Direction, kernel: str | None, tiles: Tiles | None, arc
         kernel_named(kernel, direction)
     if arch is not None:
         Arch.parse(arch)
-    return Chosen(kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch)
+    return KernelChoice(kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch)
 
 
 def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
     """The keyword arguments for the functions of `cufa.cpu`."""
     side = {name: call.tensors[name] for name in FEATURE_ARRAYS if name in call.tensors}
     return {
-        "causal": bool(call.known.options.causal),
-        "window": call.known.options.window,
+        "causal": bool(call.facts.options.causal),
+        "window": call.facts.options.window,
         "softmax_scale": softmax_scale,
         **values._asdict(),
         **side,
@@ -223,16 +227,16 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
     }
 
 
-def known_of(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -> Known:
+def facts_of(direction: Direction, tensors: tuple[ArrayInfo, ...], option_values: OptionValues) -> CallFacts:
     """What follows from a call's arrays and options; raises TypeError or ValueError if they are wrong."""
     try:
-        return _known(direction, tensors, asked)
+        return _facts(direction, tensors, option_values)
     except TypeError:  # also raised if an option is not hashable
-        if _has_hash(asked):
+        if _has_hash(option_values):
             raise
-    options = Options(*asked)
+    options = Options(*option_values)
     check_options(options)
-    return _known(direction, tensors, options._replace(gradients=tuple(options.gradients)))
+    return _facts(direction, tensors, options._replace(gradients=tuple(options.gradients)))
 
 
 def _has_hash(value: object) -> bool:
@@ -244,11 +248,14 @@ def _has_hash(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(
-    direction: Direction, tensors: tuple[Described, ...], asked: Asked, may_be_transposed: bool = True
-) -> Known:
-    """`known_of`; unless V `may_be_transposed`, it is copied if it is stored so."""
-    options = Options(*asked)
+def _facts(
+    direction: Direction,
+    tensors: tuple[ArrayInfo, ...],
+    option_values: OptionValues,
+    may_be_transposed: bool = True,
+) -> CallFacts:
+    """`facts_of`; unless V `may_be_transposed`, it is copied if it is stored so."""
+    options = Options(*option_values)
     shapes = {name: shape for name, shape, _, _ in tensors}
     dtypes = {name: dtype for name, _, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, options)
@@ -271,7 +278,7 @@ def _known(
     scattered = _scattered(problem.features, tensors)
     side = {} if problem.features is PLAIN else _side_of(names, tensors, results, scattered)
     check_reach(problem.features, side)
-    return Known(
+    return CallFacts(
         direction=direction,
         problem=problem,
         options=options,
@@ -285,7 +292,7 @@ def _known(
     )
 
 
-def _storage_of(tensors: tuple[Described, ...], out: Shape) -> dict[str, Storage]:
+def _storage_of(tensors: tuple[ArrayInfo, ...], out: Shape) -> dict[str, Storage]:
     """Where the elements of each array lie; arrays that are not given are, or will be, contiguous."""
     given: dict[str, Storage] = {name: (shape, strides) for name, shape, strides, _ in tensors}
     gradients: dict[str, Storage] = {f"d{name}": (given[name][0], None) for name in ("q", "k", "v")}
@@ -310,7 +317,7 @@ def _results_of(
     return {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
 
 
-def _scattered(features: Features, tensors: tuple[Described, ...]) -> list[str]:
+def _scattered(features: Features, tensors: tuple[ArrayInfo, ...]) -> list[str]:
     """The arrays beside the tensors that kernels cannot read in place."""
     beside = _BESIDE_TENSORS | {f"d{name}" for name in features.differentiated_arrays}
     return [
@@ -322,7 +329,7 @@ def _scattered(features: Features, tensors: tuple[Described, ...]) -> list[str]:
 
 def _side_of(
     names: tuple[str, ...],
-    tensors: tuple[Described, ...],
+    tensors: tuple[ArrayInfo, ...],
     results: Mapping[str, tuple[Shape, np.dtype[Any]]],
     scattered: Collection[str],
 ) -> dict[str, tuple[Shape, Shape, int]]:
@@ -345,7 +352,7 @@ def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
 
 
 def plan_of(
-    known: Known,
+    facts: CallFacts,
     addresses: Mapping[str, int],
     in_keys: bool,
     device: Device,
@@ -356,33 +363,33 @@ def plan_of(
 
     `in_keys` says that rows of V are the beginnings of those of K.
     """
-    known = _as_read(known, addresses, device, kernel)
-    align_bytes = _alignment(known, addresses)
-    boxes = _bias_lies_in_boxes(known, 0 if "bias" in known.copied else addresses.get("bias", 0))
-    placed = _placed(known, known.layout, align_bytes, in_keys and known.keeps_keys, boxes)
+    facts = _as_read(facts, addresses, device, kernel)
+    align_bytes = _alignment(facts, addresses)
+    boxes = _bias_lies_in_boxes(facts, 0 if "bias" in facts.copied else addresses.get("bias", 0))
+    placed = _placed(facts, facts.layout, align_bytes, in_keys and facts.keeps_keys, boxes)
     return make_plan(placed, device, kernel, tiles)
 
 
-def _as_read(known: Known, addresses: Mapping[str, int], device: Device, kernel: str | None) -> Known:
+def _as_read(facts: CallFacts, addresses: Mapping[str, int], device: Device, kernel: str | None) -> CallFacts:
     """The same with V copied if it is stored transposed and no kernel, or not this one, reads it so."""
-    if not known.problem.transposed_values:
-        return known
-    align_bytes = _alignment(known, addresses)
-    problem = replace(known.problem, align_bytes=align_bytes, ascending=known.layout.ascending)
+    if not facts.problem.transposed_values:
+        return facts
+    align_bytes = _alignment(facts, addresses)
+    problem = replace(facts.problem, align_bytes=align_bytes, ascending=facts.layout.ascending)
     if reads_transposed(problem, device, kernel):
-        return known
-    return _known(known.direction, known.arrays, known.options, False)
+        return facts
+    return _facts(facts.direction, facts.arrays, facts.options, False)
 
 
-def _alignment(known: Known, addresses: Mapping[str, int]) -> int:
+def _alignment(facts: CallFacts, addresses: Mapping[str, int]) -> int:
     """What divides the strides and addresses of the tensors; those without an address are well aligned."""
-    return known.layout.alignment(addresses.get(name, 0) for name in TENSORS[known.direction])
+    return facts.layout.alignment(addresses.get(name, 0) for name in TENSORS[facts.direction])
 
 
-def _placed(known: Known, layout: Layout, align_bytes: int, in_keys: bool, bias_boxes: bool) -> Problem:
+def _placed(facts: CallFacts, layout: Layout, align_bytes: int, in_keys: bool, bias_boxes: bool) -> Problem:
     """The problem of arrays that lie so."""
     return replace(
-        known.problem,
+        facts.problem,
         align_bytes=align_bytes,
         ascending=layout.ascending,
         values_in_keys=in_keys,
@@ -397,7 +404,7 @@ def run_on_gpu(
     softmax_scale: float,
     values: FeatureValues,
     workspace: Any,
-    chosen: Chosen,
+    chosen: KernelChoice,
 ) -> None:
     """Launch the kernels for the named tensors, in the order of the parameter struct.
 
@@ -405,35 +412,35 @@ def run_on_gpu(
     """
     tensors, addresses = call.tensors, call.addresses
     if call.problem.transposed_values:
-        call.known = _as_read(call.known, addresses, target(chosen.arch), chosen.kernel)
-    known = call.known
-    layout = layout or known.layout
+        call.facts = _as_read(call.facts, addresses, target(chosen.arch), chosen.kernel)
+    facts = call.facts
+    layout = layout or facts.layout
     given_at = tuple(addresses.values())
     room = None
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
         room = workspace.nbytes
-        _check_workspace(known, given_at, workspace.data.ptr, room, workspace.flags.c_contiguous)
+        _check_workspace(facts, given_at, workspace.data.ptr, room, workspace.flags.c_contiguous)
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    run, pack, packed = _at_addresses(known, names, layout, given_at, chosen, room, device_id)
+    run, pack, packed = _at_addresses(facts, names, layout, given_at, chosen, room, device_id)
     call.allocate()
-    if known.copied:
-        copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
+    if facts.copied:
+        copies = {name: arrays.contiguous(tensors[name]) for name in facts.copied}
         tensors, addresses = tensors | copies, addresses | arrays.describe(copies)[1]
     features = b""
-    if known.problem.features is not PLAIN:
-        before, after = _features(known, tuple(addresses.items()))
-        features = before + pack_values(values, known.problem.accumulator.itemsize) + after
+    if facts.problem.features is not PLAIN:
+        before, after = _features(facts, tuple(addresses.items()))
+        features = before + pack_values(values, facts.problem.accumulator.itemsize) + after
     packed_tensors = pack(*[addresses[name] for name in packed])
     run(packed_tensors, addresses.get("lse", 0), softmax_scale, features, workspace)
-    for name in known.copied:
+    for name in facts.copied:
         if name in call.wanted:
             call.tensors[name][...] = tensors[name]
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_workspace(
-    known: Known, addresses: tuple[int, ...], address: int, room: int, contiguous: bool
+    facts: CallFacts, addresses: tuple[int, ...], address: int, room: int, contiguous: bool
 ) -> None:
     """Raise ValueError unless a workspace of `room` bytes lies well, apart from arrays at these addresses.
 
@@ -442,15 +449,15 @@ def _check_workspace(
     if not contiguous or address % WORKSPACE_ALIGNMENT:
         raise ValueError(f"workspace must be contiguous and aligned to {WORKSPACE_ALIGNMENT} bytes")
     own = Region(address, (room,), (1,), 1)
-    check_apart(arrays.regions(known.arrays, addresses) | {"workspace": own}, ("workspace",))
+    check_apart(arrays.regions(facts.arrays, addresses) | {"workspace": own}, ("workspace",))
 
 
-def check_on_gpu(known: Known, addresses: Mapping[str, int]) -> None:
+def check_on_gpu(facts: CallFacts, addresses: Mapping[str, int]) -> None:
     """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    known = _as_read(known, addresses, target(None), None)
+    facts = _as_read(facts, addresses, target(None), None)
     given_at = tuple(addresses.values())
-    _at_addresses(known, TENSORS["forward"], known.layout, given_at, _NOTHING_CHOSEN, None, device_id)
+    _at_addresses(facts, TENSORS["forward"], facts.layout, given_at, _NOTHING_CHOSEN, None, device_id)
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
@@ -465,12 +472,12 @@ def write_probabilities(
 ) -> None:
     """Write the probabilities of a forward call from its LSE."""
     if call.on_gpu:
-        in_layout = probabilities.axes(call.known.options.layout)
+        in_layout = probabilities.axes(call.facts.options.layout)
         call.add("attn_probs", call.tensors["probs"].transpose(in_layout))
         names = ("q", "k", "v", "attn_probs")
         storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
-        layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        chosen = Chosen(arch=arch, attn_probs=True)
+        layout = layout_of(storage, call.problem.itemsize, call.facts.axes)
+        chosen = KernelChoice(arch=arch, attn_probs=True)
         run_on_gpu(call, names, layout, softmax_scale, values, None, chosen)
     else:
         q, k = call.in_bshd("q", "k")
@@ -479,19 +486,19 @@ def write_probabilities(
 
 
 @functools.lru_cache(maxsize=4096)
-def _features(known: Known, addresses: tuple[tuple[str, int], ...]) -> tuple[bytes, bytes]:
+def _features(facts: CallFacts, addresses: tuple[tuple[str, int], ...]) -> tuple[bytes, bytes]:
     """`pack_features` for a call with arrays at these addresses."""
-    side = {name: Region(address, *known.side[name]) for name, address in addresses if name in known.side}
-    return pack_features(known.problem, side)
+    side = {name: Region(address, *facts.side[name]) for name, address in addresses if name in facts.side}
+    return pack_features(facts.problem, side)
 
 
 @functools.lru_cache(maxsize=4096)
 def _at_addresses(
-    known: Known,
+    facts: CallFacts,
     names: tuple[str, ...],
     layout: Layout,
     addresses: tuple[int, ...],
-    chosen: Chosen,
+    chosen: KernelChoice,
     room: int | None,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer, tuple[str, ...]]:
@@ -500,41 +507,43 @@ def _at_addresses(
     `room` is the number of bytes of the caller's workspace, if there is one. Raises ValueError if an array is
     misaligned. After the addresses of the given arrays, there may be those of newly allocated ones.
     """
-    given = arrays.regions(known.arrays, addresses)
+    given = arrays.regions(facts.arrays, addresses)
     check_aligned(given)
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
-    bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
-    bias_boxes = _bias_lies_in_boxes(known, bias_at)
-    in_keys = known.keeps_keys and lie_in_keys(given["k"], given["v"])
-    run, pack = _in_layout(known, layout, align_bytes, in_keys, bias_boxes, chosen, room, device_id)
+    bias_at = given["bias"].address if "bias" in given and "bias" not in facts.copied else 0
+    bias_boxes = _bias_lies_in_boxes(facts, bias_at)
+    in_keys = facts.keeps_keys and lie_in_keys(given["k"], given["v"])
+    run, pack = _in_layout(facts, layout, align_bytes, in_keys, bias_boxes, chosen, room, device_id)
     return run, pack, (*names, "bias") if bias_boxes else names
 
 
-def _bias_lies_in_boxes(known: Known, address: int) -> bool:
+def _bias_lies_in_boxes(facts: CallFacts, address: int) -> bool:
     """Whether the copy engine can bring the bias, if there is one; a copy is as aligned as possible."""
-    return "bias" in known.side and lies_in_boxes(Region(address, *known.side["bias"]))
+    return "bias" in facts.side and lies_in_boxes(Region(address, *facts.side["bias"]))
 
 
 @functools.lru_cache(maxsize=4096)
 def _in_layout(
-    known: Known,
+    facts: CallFacts,
     layout: Layout,
     align_bytes: int,
     in_keys: bool,
     bias_boxes: bool,
-    chosen: Chosen,
+    chosen: KernelChoice,
     room: int | None,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
-    placed = _placed(known, layout, align_bytes, in_keys, bias_boxes)
+    placed = _placed(facts, layout, align_bytes, in_keys, bias_boxes)
     executable = _executable(placed, chosen, room, device_id)
-    bias = Region(0, *known.side["bias"]) if bias_boxes else None
+    bias = Region(0, *facts.side["bias"]) if bias_boxes else None
     return executable, executable.packer(layout, bias)
 
 
 @functools.lru_cache(maxsize=4096)
-def _executable(problem: Problem, chosen: Chosen, room: int | None, device_id: int) -> launch.Executable:
+def _executable(
+    problem: Problem, chosen: KernelChoice, room: int | None, device_id: int
+) -> launch.Executable:
     """The Executable, shared by calls whose layouts differ only in strides.
 
     Raises ValueError, before anything is compiled, for a workspace that is too small.

@@ -17,7 +17,7 @@ import numpy as np
 
 from cufa.messages import shown
 from cufa.rounding import ceil_div
-from cufa.traced.header import Written
+from cufa.traced.header import TracedCode
 
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
@@ -129,8 +129,8 @@ class Features:
     gradients: tuple[str, ...] = ()
     array_sums: int = 0
     tf32: bool = False
-    score_mod: Written | None = None
-    mask_mod: Written | None = None
+    score_mod: TracedCode | None = None
+    mask_mod: TracedCode | None = None
 
     @property
     def windowed(self) -> bool:

@@ -43,7 +43,7 @@ from cufa.traced.expression import (
     names_in,
     symbol,
 )
-from cufa.traced.header import ReadArray, Written, cpp_bool, field_name, function_of, header_of
+from cufa.traced.header import ReadArray, TracedCode, cpp_bool, field_name, function_of, header_of
 
 _Array: TypeAlias = npt.NDArray[Any]
 
@@ -127,7 +127,7 @@ class _Mod:
         return {f"{self.name}[{number}]": array for number, array in enumerate(self.arrays)}
 
     @functools.cached_property
-    def written(self) -> Written:
+    def written(self) -> TracedCode:
         """What a kernel is compiled with; raises TypeError if the function cannot be traced."""
         arrays = [
             ReadArray(name, len(array.shape), _ELEMENT_TYPES[dtype_of(array).name])
@@ -138,7 +138,7 @@ class _Mod:
             functions = self._functions()
         except RecursionError as error:
             raise TypeError(f"{self.name} cannot be traced: it takes too many steps in a row") from error
-        return Written(tuple(arrays), functions, "h" in asked, "b" in asked, self._looks_up)
+        return TracedCode(tuple(arrays), functions, "h" in asked, "b" in asked, self._looks_up)
 
     @functools.cached_property
     def expression(self) -> Expression:
@@ -305,7 +305,7 @@ class ScoreMod(_Mod):
         return {name: array for name, array in arrays if kind_of_dtype(dtype_of(array)) == "float"}
 
     @functools.cached_property
-    def written_with_gradients(self) -> Written:
+    def written_with_gradients(self) -> TracedCode:
         """What a backward is compiled with that also computes the gradients of the arrays."""
         differentiated = tuple(array for array in self.written.arrays if array.name in self.differentiable)
         slopes = self.element_slopes
@@ -387,7 +387,7 @@ _AS_IT_IS = ScoreMod(lambda score, *_: score).written
 _ALL_SEEN = MaskMod(lambda *_: True).written
 
 
-def header(score_mod: Written | None, mask_mod: Written | None) -> str:
+def header(score_mod: TracedCode | None, mask_mod: TracedCode | None) -> str:
     """The text of score_mod.cuh for a call with these functions; None leaves scores or masks as they are."""
     return header_of(score_mod or _AS_IT_IS, mask_mod or _ALL_SEEN)
 
@@ -436,13 +436,13 @@ class Mods:
         return gradients
 
     @functools.cached_property
-    def written(self) -> tuple[Written | None, Written | None]:
+    def written(self) -> tuple[TracedCode | None, TracedCode | None]:
         """What kernels are compiled with for each of the two."""
         score_mod, mask_mod = self.score_mod, self.mask_mod
         return score_mod.written if score_mod else None, mask_mod.written if mask_mod else None
 
     @property
-    def written_with_gradients(self) -> tuple[Written | None, Written | None]:
+    def written_with_gradients(self) -> tuple[TracedCode | None, TracedCode | None]:
         """The same, with gradients of the score_mod's arrays."""
         return self.score_mod.written_with_gradients if self.score_mod else None, self.written[1]
 

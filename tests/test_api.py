@@ -30,7 +30,7 @@ from tolerance import (
 
 import cufa
 from cufa import arrays, device, reference
-from cufa.call import chosen_of
+from cufa.call import kernel_choice_of
 from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS
@@ -479,7 +479,7 @@ def test_options_with_impossible_values(
 @pytest.mark.parametrize(("kernel", "arch", "named"), [(["fwd_4"], None, "kernel"), (None, [80], "arch")])
 def test_rungs_that_have_no_hash_are_named(kernel: Any, arch: Any, named: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{named} is "):
-        chosen_of("forward", kernel, None, arch)
+        kernel_choice_of("forward", kernel, None, arch)
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])
@@ -595,15 +595,20 @@ def test_the_longest_of_empty_sequences_has_no_tokens() -> None:
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert chosen_of("forward", None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
+        assert kernel_choice_of("forward", None, {"parts": size}, None) == (
+            None,
+            (("parts", 2),),
+            None,
+            False,
+        )
     for size in (2.0, "2", None):
         with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
-            chosen_of("forward", None, {"parts": size}, None)
+            kernel_choice_of("forward", None, {"parts": size}, None)
 
 
 def test_flags_are_no_sizes() -> None:
     with pytest.raises(TypeError, match=r"^tiles has parts True; it must be an integer$"):
-        chosen_of("forward", None, {"parts": True}, None)
+        kernel_choice_of("forward", None, {"parts": True}, None)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:

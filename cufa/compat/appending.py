@@ -15,7 +15,7 @@ import numpy as np
 
 from cufa import arrays, launch
 from cufa.arguments import Wanted
-from cufa.arrays import Adopted, Described
+from cufa.arrays import Adopted, ArrayInfo
 from cufa.call import empty
 from cufa.compat.arguments import arange, as_integers, errors_name, full
 from cufa.params import NOT_ROTATED, pack_append, pack_rotated
@@ -86,7 +86,7 @@ class _Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _form_of(described: tuple[Described, ...], interleaved: bool) -> _Form | None:
+def _form_of(described: tuple[ArrayInfo, ...], interleaved: bool) -> _Form | None:
     """None if no kernel appends such keys: of several dtypes, or with columns that are not adjacent."""
     storage: dict[str, Storage] = {name: (shape, strides) for name, shape, strides, _ in described}
     dtypes = {name: dtype for name, _, _, dtype in described}

@@ -34,7 +34,7 @@ class ReadArray(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class TracedCode:
     """A traced function in CUDA C++: the arrays it reads, and its functions.
 
     `of_heads` says whether the result may differ between heads, `of_batches` between sequences of the batch,
@@ -72,14 +72,14 @@ class Written:
         of_gradients = sum(2 + array.ndim for array in self.differentiated)
         return FIELD_BYTES * (of_arrays + of_gradients)
 
-    def with_adjacent(self, names: Collection[str]) -> Written:
+    def with_adjacent(self, names: Collection[str]) -> TracedCode:
         """The same for arrays of which those named have adjacent elements along the last axis."""
         return replace(
             self, arrays=tuple(array._replace(adjacent=array.name in names) for array in self.arrays)
         )
 
 
-def header_of(score_mod: Written, mask_mod: Written) -> str:
+def header_of(score_mod: TracedCode, mask_mod: TracedCode) -> str:
     """The text of score_mod.cuh for a call with these functions."""
     fields = [
         f"    ArrayOf<{array.element}, {array.ndim}, {cpp_bool(array.adjacent)}> {array.field};\n"
@@ -101,7 +101,7 @@ def header_of(score_mod: Written, mask_mod: Written) -> str:
     return "\n".join(parts)
 
 
-def _of_gradients(score_mod: Written) -> str:
+def _of_gradients(score_mod: TracedCode) -> str:
     """The part of the header for the gradients of its arrays."""
     fields = [f"arrays.d{array.field}" for array in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"

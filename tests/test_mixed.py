@@ -9,7 +9,7 @@ import cufa
 from cufa import jit
 from cufa.device import Device
 from cufa.plan import make_plan, mixed, wgmma_tiles
-from cufa.plan.choice import sizes_of
+from cufa.plan.tile_sizes import sizes_of
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of, with_sizes
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LEAST_REGISTERS,
@@ -26,6 +25,8 @@ from cufa.plan.pace import Pace, fastest
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.tile_choice import Candidates, Cost, with_sizes
+from cufa.plan.tile_sizes import query_tiles, row_tiles, sizes_of
 from cufa.problem import Problem
 from cufa.rounding import round_up
 

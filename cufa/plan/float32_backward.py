@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Cost, counted_row_tiles, sizes_of
 from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.hopper import (
@@ -27,6 +26,8 @@ from cufa.plan.hopper import (
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.tile_choice import Candidates, Cost
+from cufa.plan.tile_sizes import counted_row_tiles, sizes_of
 from cufa.plan.wgmma_backward import MOST_IN_LINE, ORDER_OF_ADDITIONS
 from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import Cost, sizes_of, with_sizes
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     MAX_CONSUMER_REGISTERS,
@@ -31,6 +30,8 @@ from cufa.plan.persistent import (
     work_bytes,
 )
 from cufa.plan.record import Decisions, Launch, TensorBox
+from cufa.plan.tile_choice import Cost, with_sizes
+from cufa.plan.tile_sizes import sizes_of
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up

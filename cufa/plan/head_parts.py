@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from cufa.plan.choice import TileSizes, row_tiles
 from cufa.plan.record import Launch, Scratch
+from cufa.plan.tile_sizes import TileSizes, row_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

@@ -17,15 +17,6 @@ from math import ceil
 from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import (
-    THROUGHPUT_WITHOUT_WARPS,
-    Candidates,
-    Choice,
-    Cost,
-    TileSizes,
-    query_tiles,
-    sizes_of,
-)
 from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time, with_features
 from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import (
@@ -36,6 +27,8 @@ from cufa.plan.seen import (
     seen_launch,
 )
 from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.tile_choice import THROUGHPUT_WITHOUT_WARPS, Candidates, Choice, Cost
+from cufa.plan.tile_sizes import TileSizes, query_tiles, sizes_of
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import round_up
 

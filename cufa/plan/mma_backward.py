@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Cost, counted_row_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import (
     gradient_launches,
     gradient_macros,
@@ -31,6 +30,8 @@ from cufa.plan.mma import (
 )
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
+from cufa.plan.tile_choice import Candidates, Cost
+from cufa.plan.tile_sizes import counted_row_tiles, row_tiles, sizes_of
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 

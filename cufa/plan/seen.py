@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cufa.plan.choice import TileSizes, counted_row_tiles
 from cufa.plan.record import Launch, Scratch
+from cufa.plan.tile_sizes import TileSizes, counted_row_tiles
 from cufa.problem import BYTE_BITS, Problem
 from cufa.rounding import ceil_div, round_up
 

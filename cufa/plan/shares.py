@@ -12,10 +12,10 @@ from typing import Protocol
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import TileSizes
 from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace, memory_time
 from cufa.plan.record import Parting
+from cufa.plan.tile_sizes import TileSizes
 from cufa.problem import MAX_EXTENT, Problem
 from cufa.rounding import ceil_div
 

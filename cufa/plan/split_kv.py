@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
 from cufa.messages import counted
-from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.tile_choice import Candidates, Choice, Cost
+from cufa.plan.tile_sizes import row_tiles, sizes_of
 from cufa.problem import FLOAT8, MAX_AXIS, MAX_EXTENT, Problem, lse_shape, one_of
 from cufa.rounding import ceil_div, round_up
 

@@ -16,7 +16,6 @@ from math import prod
 from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import (
     bias_macros,
     gradient_launches,
@@ -32,6 +31,8 @@ from cufa.plan.sizes import (
     params_bytes,
     shared_matrix_bytes,
 )
+from cufa.plan.tile_choice import Candidates, Choice, Cost
+from cufa.plan.tile_sizes import query_tiles, row_tiles, sizes_of
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cufa.device import REGISTERS_PER_SM, Device
-from cufa.plan.choice import Cost
 from cufa.plan.head_parts import check_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
@@ -24,6 +23,7 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.sizes import VECTOR_BYTES
+from cufa.plan.tile_choice import Cost
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

@@ -14,7 +14,6 @@ from typing import ClassVar, TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import with_sizes
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -27,6 +26,7 @@ from cufa.plan.hopper import (
 )
 from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.plan.seen import fills_words
+from cufa.plan.tile_choice import with_sizes
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting, shares
-from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -38,6 +37,8 @@ from cufa.plan.persistent import (
     work_bytes,
 )
 from cufa.plan.record import NOT_PARTED, WORKSPACE_ALIGNMENT, Decisions, Launch, Parting, Scratch, TensorBox
+from cufa.plan.tile_choice import Cost
+from cufa.plan.tile_sizes import sizes_of
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up

@@ -1,43 +1,25 @@
-"""How a planner chooses among its tile sizes: by the cost of a useful multiply-add with each."""
+"""How a planner chooses among its tile sizes: by the time of a useful multiply-add with each.
+
+It is estimated from the shared memory, registers and work of a block.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, WARP_SIZE, Device
 from cufa.messages import counted
+from cufa.plan.tile_sizes import TileSizes, sizes_of
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 # With fewer warps than this on an SM, two per scheduler, a scheduler has nothing to do while one warp waits.
 ENOUGH_WARPS = 8
 # The fraction of the throughput that remains with next to no warps on an SM, unless a kernel's warps have
 # much to do at once. Measured on an H200: 4 warps reach two thirds of the throughput of 8.
 THROUGHPUT_WITHOUT_WARPS = 1 / 3
-
-
-class TileSizes(Protocol):
-    """A frozen dataclass of the sizes that a kernel is compiled for; its fields are the macros."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def block_m(self) -> int:
-        """Queries of a block's tile."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys of a tile."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-
-    def misfit(self) -> str | None:
-        """None if a kernel can be compiled for these sizes, else the reason."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +146,6 @@ class Candidates(Generic[T]):
         }
 
 
-def sizes_of(tiles: TileSizes) -> dict[str, int]:
-    """The sizes by name."""
-    return dict(vars(tiles))
-
-
 def with_sizes(candidates: Mapping[T, S], asked: Set[tuple[str, int]]) -> Mapping[T, S]:
     """The candidates that have the sizes that a caller asks for by name; all, if none has them."""
     return _having(candidates, _own_sizes(asked)) or candidates
@@ -181,24 +158,6 @@ def _having(candidates: Mapping[T, S], own: Mapping[str, int]) -> dict[T, S]:
 def _own_sizes(asked: Set[tuple[str, int]]) -> dict[str, int]:
     """Without the number of parts, which is not a candidate's: it follows from the problem."""
     return {name: size for name, size in asked if name != "parts"}
-
-
-def query_tiles(problem: Problem, tiles: TileSizes) -> int:
-    """The number of query tiles over all heads."""
-    return problem.heads * row_tiles(problem, problem.seqlen_q, tiles.block_m)
-
-
-def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
-    """The number of tiles of `rows` rows in a head, over all sequences; 0 without rows."""
-    return counted_row_tiles(problem, seqlen, rows) if problem.batch and seqlen else 0
-
-
-def counted_row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
-    """The number of tiles as kernels count them to address the workspace: tensor.cuh's row_tiles."""
-    if not problem.features.packed:
-        return problem.batch * ceil_div(seqlen, rows)
-    # Only the GPU knows the length of each sequence; no lengths take more tiles than this.
-    return seqlen // rows + problem.batch
 
 
 def _slowdown(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:

@@ -341,13 +341,16 @@ class Problem:
         return self.features.key_mask and not self.hides_keys
 
     @property
-    def longest_keys(self) -> int:
-        """How many keys a sequence has at most, if the caller is right. Only speed may depend on it."""
+    def stated_most_keys(self) -> int:
+        """How many keys a sequence has at most, if `max_seqlen_k` is right. Only speed may depend on it."""
         return self.most_keys if self.max_seqlen_k is None else min(self.max_seqlen_k, self.most_keys)
 
     @property
     def most_keys(self) -> int:
-        """How many keys a sequence has at most. Of packed ones only the sum is known, and what a mask has."""
+        """How many keys a sequence has at most, for certain.
+
+        Of packed sequences only the sum of the keys is known, and how many keys a mask has.
+        """
         keys = self.seqlen_k
         if self.features.packed and self.features.page_size:
             keys //= max(1, self.batch)
@@ -372,10 +375,12 @@ class Problem:
 
     @cached_property
     def typical(self) -> Problem:
-        """The problem with packed sequences of a length that is typical for their tokens, not for sequences.
+        """The problem with as many tokens in packed sequences that are all as long as an average token's.
 
-        As many tokens are in fewer sequences if the longest is longer than the mean. The others are taken to
-        be equally long. The forward counts queries, the backward, whose blocks have tiles of keys, keys.
+        These are longer and fewer than the sequences are, if the caller says that the longest is longer than
+        the mean: most tokens, and so most of the work, are in long sequences. One sequence is taken to have
+        the stated length, and all others the same. The forward goes by the lengths of queries; the backward,
+        whose blocks have tiles of keys, by those of keys.
         """
         longest, tokens, others = self.max_seqlen_q, self.seqlen_q, self.batch - 1
         if self.direction == "backward":

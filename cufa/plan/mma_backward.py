@@ -234,7 +234,7 @@ def takes_whole_heads(problem: Problem, device: Device, tiles: BackwardTiles) ->
 
     It then finds LSE and D of the queries, too, for which it needs a tile of O.
     """
-    all_keys = problem.longest_keys <= tiles.block_n
+    all_keys = problem.stated_most_keys <= tiles.block_n
     if not all_keys or tiles.split > 1 or hands_over_queries(problem, device, tiles):
         return False
     return _smem_bytes(problem, device, tiles, whole=True) <= device.smem_per_block
@@ -248,7 +248,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     of tiles; others round dK and dV if they come in parts, and make the gradients of a sink and of arrays.
     """
     # Tiles that a caller chooses may have any number of keys.
-    keys = problem.longest_keys if tiles else min(problem.longest_keys, MOST_WHOLE_KEYS + 1)
+    keys = problem.stated_most_keys if tiles else min(problem.stated_most_keys, MOST_WHOLE_KEYS + 1)
     candidates = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles))
     chosen = candidates.choose(problem, tiles)
     if "parts" not in tiles:

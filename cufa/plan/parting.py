@@ -23,7 +23,7 @@ from cufa.device import Device
 from cufa.messages import counted
 from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace
-from cufa.plan.record import Parting
+from cufa.plan.record import Parting, PartPlace
 from cufa.plan.sizes import MOST_PARTS_OF_HEAD
 from cufa.plan.tile_sizes import TileSizes, query_tiles
 from cufa.problem import MAX_EXTENT, Problem
@@ -118,14 +118,16 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
     in_parts = _in_parts(problem, key_tiles, parts)
     firsts = itertools.accumulate(in_parts, initial=0)
     places = [
-        (ceil_div(keys, count), (tile, part, count, first))
+        (ceil_div(keys, count), PartPlace(tile, part, count, first))
         for tile, (keys, count, first) in enumerate(zip(key_tiles, in_parts, firsts, strict=False))
         for part in range(count)
     ]
-    # Parts of a tile stay in order, since the last part's block waits for the others.
-    in_order = sorted(places, key=lambda place: (-place[0], -place[1][0]))
+    # The longest first. Parts of a tile stay in order, since the last part's block waits for the others.
+    longest_first = sorted(
+        places, key=lambda length_and_place: (-length_and_place[0], -length_and_place[1].tile)
+    )
     heads = problem.batch * problem.heads
-    return Parting(0, parts, heads * len(places), tuple(place for _, place in in_order))
+    return Parting(0, parts, heads * len(places), tuple(place for _, place in longest_first))
 
 
 def fastest(

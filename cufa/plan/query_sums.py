@@ -55,7 +55,7 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
     """
     heads = problem.batch * problem.kv_heads * tiles.all_parts
     if problem.features.packed:
-        return problem.longest_keys <= block_n and tiles.row_parts == 1
+        return problem.stated_most_keys <= block_n and tiles.row_parts == 1
     if problem.seqlen_k <= block_n or heads == 0:
         return True
     if tiles.row_parts > 1:  # different blocks add to a tile of queries for different keys

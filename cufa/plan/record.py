@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from cufa.device import Device
 from cufa.jit import Variant
@@ -87,9 +88,17 @@ class TensorBox:
     paired_rows: bool = False
 
 
-# A part of a tile of queries: the tile's number in its head, the part's number in the tile, the number of
-# parts in the tile, and the number of the tile's first part among all parts of the head.
-PartPlace = tuple[int, int, int, int]
+class PartPlace(NamedTuple):
+    """A part of a tile of queries, as kernels are told (params.cuh).
+
+    The tile's number in its head, the part's number in the tile, how many parts the tile has, and the number
+    of the first of these among all parts of the head.
+    """
+
+    tile: int
+    part: int
+    parts: int
+    first: int
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _verdict(kernel: Kernel, problem: Problem, device: Device) -> str | None:
 
 
 def _priced(problem: Problem) -> Problem:
-    """The problem whose prices a problem has."""
+    """The problem that is priced in place of this one: typical or, with few queries, of rounded-up keys."""
     features = problem.features
     of_each_key = features.packed or features.bias is not None or features.mask is not None
     if problem.seqlen_q > _FEW_QUERIES or of_each_key:

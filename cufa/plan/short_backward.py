@@ -74,7 +74,7 @@ def _are_many(problem: Problem, device: Device) -> bool:
 
 def _is_whole(problem: Problem, device: Device) -> bool:
     """Whether blocks should have all keys of a KV head, and so dQ to themselves."""
-    queries, keys = _queries(problem), problem.longest_keys
+    queries, keys = _queries(problem), problem.stated_most_keys
     if keys > _WHOLE_KEYS:
         return False
     rows, blocks_of_sm = queries * problem.group, problem.batch * problem.kv_heads / device.sm_count
@@ -94,7 +94,7 @@ def _is_whole(problem: Problem, device: Device) -> bool:
 
 def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
     """The same for wide heads."""
-    queries, keys = _queries(problem), problem.longest_keys
+    queries, keys = _queries(problem), problem.stated_most_keys
     if keys > _WHOLE_KEYS or _dims(problem) > _WIDE_DIM_OF_WHOLE:
         return False
     busy = problem.batch * problem.kv_heads >= device.sm_count or _is_shaped(problem)

@@ -27,7 +27,7 @@ from cufa.rounding import ceil_div, round_up
 # rows, so that each load of K and V serves both its 16-row tiles.
 BLOCK_M, MAX_BLOCK_M = 64, 128
 FEW_ROWS = 16, 32
-# Of the output, by the registers of a warp; and how many warps may divide them.
+# The most columns of the output for which a warp has registers, and how many warps may divide the columns.
 MAX_COLUMNS_OF_WARP = 256
 COLUMN_WARPS = 1, 2, 4
 MIN_STAGES, MAX_STAGES = 2, 4

@@ -276,7 +276,7 @@ def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding:
         few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
         return adding is Adding.IN_ORDER and few and has_registers
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
-        return problem.longest_keys <= tiles.block_n
+        return problem.stated_most_keys <= tiles.block_n
     return has_registers
 
 

@@ -258,18 +258,29 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     The more consumers or blocks, the fewer registers are left: for the producer, which may look up lengths,
     pages and masks; for a bias; for the caller's functions; for ALiBi with another of these.
     """
-    features = problem.features
     if tiles.blocks_per_sm > 1:
-        masks = features.key_mask and not _all_rows_alike(problem)
-        functions = features.score_mod is not None or masks or features.dropout
-        alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
-        more = features.softcap or features.alibi or features.key_mask
-        many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more
-        if functions or features.bias is not None or features.page_size:
-            return False
-        return not (alibi_and_more or many_and_more)
+        return _has_registers_for_blocks(problem, tiles)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < MANY_KEYS
+    return _has_registers_for_consumers(problem, tiles)
+
+
+def _has_registers_for_blocks(problem: Problem, tiles: Tiles) -> bool:
+    """The same if an SM has several blocks."""
+    features = problem.features
+    masks = features.key_mask and not _all_rows_alike(problem)
+    functions = features.score_mod is not None or masks or features.dropout
+    if functions or features.bias is not None or features.page_size:
+        return False
+    alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
+    more = features.softcap or features.alibi or features.key_mask
+    many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more
+    return not (alibi_and_more or many_and_more)
+
+
+def _has_registers_for_consumers(problem: Problem, tiles: Tiles) -> bool:
+    """The same if a block has three or more consumers."""
+    features = problem.features
     if features.key_mask or features.dropout:
         return False
     if lengths_vary(problem):
@@ -280,6 +291,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if features.bias is not None:
         plain = not (is_cut(problem) or features.alibi or features.softcap or features.score_mod)
         return plain and has_bias_boxes(problem) and tiles.consumers < MANY_CONSUMERS
+    # From here on, all sequences have the same length.
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
     if features.alibi and (features.page_size or features.softcap):
         return False

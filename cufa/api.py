@@ -1,6 +1,7 @@
-"""The functions that users call. Read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU.
+"""`attention`, `attention_backward`, `softmax` and `plan`, as users call them.
 
-`cufa.call` holds the steps that these functions share.
+Read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU. `cufa.call` holds the steps that these
+functions share. `merge`, `quantize` and `rotary` are in `cufa.merging`, `cufa.quantizing` and `cufa.rotary`.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from cufa.untraced import untraced
 
 _E4M3 = INPUT_DTYPES[FLOAT8]
 _LARGEST = 448.0
-# float32 numbers that have a reciprocal.
-_DESCALES = np.finfo(np.float32)
+# The limits of descales: normal float32 numbers, which have a reciprocal.
+_DESCALE_LIMITS = np.finfo(np.float32)
 
 
 @untraced
@@ -216,11 +216,11 @@ def _quantize_on_gpu(
 
 def _check_reciprocals(descale: Any) -> None:
     """Raise ValueError for a descale that is infinite or has no reciprocal: up to 0, NaN, or too small."""
-    for sequence, kv_head in np.argwhere(~((descale >= _DESCALES.tiny) & (descale < np.inf)))[:1]:
+    for sequence, kv_head in np.argwhere(~((descale >= _DESCALE_LIMITS.tiny) & (descale < np.inf)))[:1]:
         value = descale[sequence, kv_head]
         raise ValueError(
             f"descale has {value} for sequence {sequence}, KV head {kv_head}; it must be at least "
-            f"{_DESCALES.tiny} and finite"
+            f"{_DESCALE_LIMITS.tiny} and finite"
         )
 
 
@@ -240,7 +240,7 @@ def _quantize_on_cpu(named: dict[str, Any], axes: Axes, measured: bool) -> None:
         if measured:
             finite = np.where(np.isfinite(by_descale), abs(by_descale), 0)
             largest = finite.max(axis=(0, 2, 3), initial=0)
-            bounded = np.clip(largest / _LARGEST, _DESCALES.tiny, _DESCALES.max)
+            bounded = np.clip(largest / _LARGEST, _DESCALE_LIMITS.tiny, _DESCALE_LIMITS.max)
             descales[...] = np.where(largest == 0, 1, bounded)
         scaled = by_descale * (1 / descales.astype(wide.dtype))[:, None, None]
         out[piece] = np.clip(scaled, -_LARGEST, _LARGEST).reshape(wide.shape).astype(np.float32).astype(_E4M3)

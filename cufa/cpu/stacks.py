@@ -37,8 +37,8 @@ STACK_SCORES, SHARED_STACK_SCORES = 2**16, 2**18
 # Stacks are for groups of heads with at most this many scores, or half as many with a window, which lets
 # tiles be skipped. With more, tiles take no longer.
 MOST_SCORES = SHARED_STACK_SCORES
-# What a call may ask for here. seed and offset belong to dropout, which is not included.
-TAKEN = {
+# The options of a call that stacks support. seed and offset belong to dropout, which is not included.
+SUPPORTED = {
     "softmax_scale",
     "causal",
     "window",
@@ -58,7 +58,7 @@ TAKEN = {
 
 def suit(q: Array, k: Array, rules: Rules, sequences: list[Sequence]) -> bool:
     """Whether heads are short enough, and the call asks for nothing that only tiles support."""
-    others = (getattr(rules, field.name) for field in fields(rules) if field.name not in TAKEN)
+    others = (getattr(rules, field.name) for field in fields(rules) if field.name not in SUPPORTED)
     if not all(value is None or (np.isscalar(value) and value == 0) for value in others):
         return False
     heads, kv_heads = q.shape[-2], k.shape[-2]

@@ -20,9 +20,12 @@ _MAX_DIMS: Mapping[Direction, Mapping[str, int]] = {
     "forward": {"float32": 512, "float64": 256},
     "backward": {"float64": 256},
 }
-# What the smallest tiles of the backward on mma.sync, or of the gradient of a bias, have in shared memory:
-# rows of Q and K, and as many of dO and V, whose columns four warps divide in steps of 16; and all else.
-_LEAST_ROWS, _COLUMN_STEP, _OTHER_BYTES = 32, 64, 3072
+# What the smallest tiles of `bwd_3_mma` and `bias_gradient` have in shared memory: so many rows of Q and K
+# together, and as many of dO and V; their columns are padded to the steps of 16 that four warps divide; and
+# so much of all else.
+_LEAST_ROWS = 32
+_COLUMN_STEP = 64
+_OTHER_BYTES = 3072
 # The fewest head dims of a pair of blocks of the Hopper backward: K has two panels of them.
 _LEAST_IN_PAIRS = 65
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
@@ -41,10 +44,10 @@ class Kernel:
     launches those that it needs.
     `memory` is what it needs in global memory beyond its inputs and outputs, without features, in the
     sequence length N.
-    `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
-    next to each other; `mixes_dtypes`, that K and V may be of 8 bits beside Q in 16. `features` are the names
-    of those that it supports (`cufa.problem.Features.names`). One that is `on_request` runs only if a call
-    names it.
+    `tensor_cores` says that tensor cores make its products, by mma.sync; `reads_transposed`, that keys of V
+    may lie next to each other; `mixes_dtypes`, that K and V may be of 8 bits beside Q in 16. `features` are
+    the names of those that it supports (`cufa.problem.Features.names`). One that is `on_request` runs only if
+    a call names it.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Kernel:
 
     @property
     def head_dims(self) -> str:
-        """Those that it supports, in words."""
+        """The head dims that it supports, in words."""
         of_values = f", of values to {self.max_value_dim}" * (self.max_value_dim < self.max_head_dim)
         return f"{self.min_head_dim} to {self.max_head_dim}{of_values}"
 

@@ -1,20 +1,26 @@
 // bwd_4_wgmma: FlashAttention-3's backward (Shah et al. 2024, Algorithm 3) on Hopper.
 //
-// Change from bwd_3_mma: one thread only copies, by TMA, and two warpgroups only compute, by wgmma,
-// each for 64 keys. Warps beside that thread store gradients and, if blocks take turns to add to
-// dQ, wait for the turns. S^T and dP^T are products of shared memory. P^T and dS^T stay in
+// Change from bwd_3_mma: one thread only copies, by TMA, and two warpgroups only compute, by
+// wgmma, each for 64 keys. Warps beside that thread store gradients and, if blocks take turns to
+// add to dQ, wait for the turns. S^T and dP^T are products of shared memory. P^T and dS^T stay in
 // registers for dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where the parts of
-// both warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory. The warpgroups
-// divide it by panels of 64 dims or, if registers allow it up to head dim 112, in tiles of 64
-// queries have it in turn, all dims of it: then no product is wasted on dims that only pad a panel.
-// dQ lags one tile behind: then neither warpgroup waits for the other, and one multiplies while the
-// other exponentiates. A block processes many tiles of keys: while the gradients of one are stored,
-// the products of the next run. Where many queries see a key, a warpgroup puts all its gradients
-// into an outbox, from which TMA adds dQ to the sums. If the warpgroup added them itself, it would
-// wait until memory took them. Where a mask leaves a tile of queries to the keys of one warpgroup,
-// the other passes over it. Above head dim 128, with at most 128 value dims, dK leaves registers
-// for S or for dP, but not for both, and none for a soft cap, a bias or dropout: such calls are
-// left to bwd_5_wgmma_wide (HopperBackward.unsupported in __init__.py).
+// both warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory.
+//
+// The warpgroups divide dQ by panels of 64 dims or, if registers allow it up to head dim 112, in
+// tiles of 64 queries have it in turn, all dims of it: then no product is wasted on dims that only
+// pad a panel. dQ lags one tile behind: then neither warpgroup waits for the other, and one
+// multiplies while the other exponentiates.
+//
+// A block processes many tiles of keys: while the gradients of one are stored, the products of the
+// next run.
+//
+// Where many queries see a key, a warpgroup puts all its gradients into an outbox, from which TMA
+// adds dQ to the sums. If the warpgroup added them itself, it would wait until memory took them.
+// Where a mask leaves a tile of queries to the keys of one warpgroup, the other passes over it.
+//
+// Above head dim 128, with at most 128 value dims, dK leaves registers for S or for dP, but not
+// for both, and none for a soft cap, a bias or dropout: such calls are left to bwd_5_wgmma_wide
+// (HopperBackward.unsupported in __init__.py).
 //
 // Launches: with a mask or a mask_mod that hides scores (hidden_keys.cuh), seen_tiles, which finds
 // out what it shows of each tile of scores, so that tiles of which it shows nothing are skipped;

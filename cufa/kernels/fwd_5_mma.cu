@@ -15,9 +15,9 @@
 // To read it, begin with 16 bits and no mask, where kFolded, kHandsOver, kLongSteps, kCutTiles and
 // kKeyMask are false. `attend` processes a tile of keys; its softmax is in fwd_5_output.cuh.
 //
-// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
-// scores, so that tiles of which it shows nothing are skipped, or with KEY_BITS of each tile of
-// keys and of each key; fwd_5_mma.
+// Launches: seen_tiles, if there is a mask or a mask_mod; fwd_5_mma. seen_tiles finds out which
+// tiles of scores a mask hides, so that they are skipped. With KEY_BITS it finds out which tiles of
+// keys, and which keys, a mask hides.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and

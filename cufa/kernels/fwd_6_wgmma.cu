@@ -11,9 +11,9 @@
 // while others process a last tile, the keys of such tiles are split among blocks, and the block
 // with the last part merges the results.
 //
-// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
-// scores, so that tiles of which it shows nothing are skipped, and of each score, if that is looked
-// up in arrays; clear_counts, if keys are split; fwd_6_wgmma. It may run beside fwd_8_split_kv, and
+// Launches: seen_tiles, if there is a mask or a mask_mod; clear_counts, if keys are split;
+// fwd_6_wgmma. seen_tiles finds out which tiles of scores a mask hides, so that they are skipped,
+// and which scores, if that is looked up in arrays. fwd_6_wgmma may run beside fwd_8_split_kv, and
 // then leaves it the sequences of fewer queries than kLeastQueries.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),

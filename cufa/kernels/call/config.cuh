@@ -27,12 +27,13 @@ constexpr int kAlignBytes = ALIGN_BYTES;        // every address and stride is a
 constexpr int kVec = 16 / sizeof(acc_t);        // accumulators in one 16-byte shared-memory access
 constexpr int kClusterBlocks = CLUSTER_BLOCKS;  // blocks of a cluster; 1: there are none
 
-// Whether rows are query heads, of which all share a KV head, and heads are queries; and whether
-// the keys of a head then end where those of the query do under a causal mask.
+// kQueriesAsHeads: the rows of a tile are query heads that share one KV head, and the kernel's
+// heads are the call's queries. kEndsByHead: the keys of such a head end where the causal mask ends
+// those of its query.
 constexpr bool kQueriesAsHeads = QUERIES_AS_HEADS, kEndsByHead = ENDS_BY_HEAD;
 
 // Features. Disabled ones are not compiled.
-constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends in the last corner
+constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends bottom right
 constexpr bool kWindow = WINDOW;      // keys begin and end at run-time distances from the diagonal
 constexpr bool kSoftcap = SOFTCAP;    // scores are bounded by a tanh
 using bias_t = BIAS;                  // element type of what is added to the scores; void: nothing

@@ -49,8 +49,9 @@ __device__ inline void keep_part(int& begin, int& end, int part, int parts) {
     end = first + count * (part + 1) / parts;
 }
 
-// Which of a tile's keys a block has: `keep` leaves their tiles in a range, `is_part` is false for
-// all, and the results of a part have the number `result()` in the workspace.
+// Which keys of a tile of queries a block has. `keep` narrows a range of tiles of keys to them.
+// `is_part` says whether they are not all. `result()` is the number of their result in the
+// workspace.
 struct AllKeys {
     static constexpr int first_part = 0, part = 0, parts = 1;
 

@@ -1448,6 +1448,9 @@ def test_packed_queries_of_flash_attn_3s_cache(rng, place, held, options):
         k, v = (x[given["page_table"]].reshape(3, 9, 2, 8) for x in caches)
     else:
         k, v = (x[entries] for x in caches)
+    room = np.array([0, 8, 17], np.int32)
+    both = compat.flash_attn_varlen_func(tokens, *paged, ends, room, causal=True, **lengths)
+    np.testing.assert_array_equal(both, out)
     if held is not None:
         given["cache_seqlens"] = held
     out, lse = compat.flash_attn_with_kvcache(

@@ -329,7 +329,7 @@ def flash_attn_varlen_func(
             )
         if cu_seqlens_k is not None:
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-        if seqused_k is None and cu_seqlens_k is not None:
+        if seqused_k is None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
             _check_ends_of_keys_in_pages(cu_seqlens_k, k, block_table)
             names = {**names, "seqused_k": "cu_seqlens_k"}

@@ -67,10 +67,18 @@ def test_arrays_without_a_batch(rng):
     results = compat.scaled_dot_product_attention(*(x[0] for x in (q, k, v)), **options)
     for one, batch in zip(results, compat.scaled_dot_product_attention(q, k, v, **options), strict=True):
         np.testing.assert_array_equal(one, batch[0])
+    options = {"enable_gqa": True, "is_causal": True, "scale": 0.5, "dropout_p": 0.3, "seed": 5, "offset": 7}
+    out = compat.scaled_dot_product_attention(q[0], k[0], v[0], **options)
+    np.testing.assert_array_equal(out, compat.scaled_dot_product_attention(q, k, v, **options)[0])
     q, k, v = turned(q, k, v)
     options = {"bias": added[None], "query_seq_lengths": np.array([5]), "local_window_size": 3}
     out = compat.dot_product_attention(q[0], k[0], v[0], **options)
     np.testing.assert_array_equal(out, compat.dot_product_attention(q, k, v, **options)[0])
+    options = {"mask": added[None] > 0, "is_causal": True, "scale": 0.5, "return_residual": True}
+    options["key_value_seq_lengths"] = np.array([5])
+    results = compat.dot_product_attention(q[0], k[0], v[0], **options)
+    for one, batch in zip(results, compat.dot_product_attention(q, k, v, **options), strict=True):
+        np.testing.assert_array_equal(one, batch[0])
 
 
 def test_masks_and_biases_with_one_element_for_all_keys(rng):
@@ -608,6 +616,15 @@ def test_dropout_takes_a_seed_or_an_offset(rng, function):
         getattr(compat, function)(*arguments, 0.25)
     with pytest.raises(ValueError, match=f"^{message}; if softmax_scale is meant, give it by name$"):
         packed(q, k, v, dropout_p=0.25)
+
+
+@pytest.mark.parametrize("function", [compat.flash_attn_func, compat.scaled_dot_product_attention])
+def test_no_dropout_needs_no_seed_but_one_that_is_given_is_checked(rng, function):
+    q, k, v = draw(rng, 6, 6, kv_heads=4)
+    np.testing.assert_array_equal(function(q, k, v, dropout_p=0), function(q, k, v))
+    for name in ("seed", "offset"):
+        with pytest.raises(ValueError, match=f"^{name} is -1; it must be at least 0 and below 2"):
+            function(q, k, v, **{name: -1})
 
 
 def test_memory_that_overlaps_is_named_as_the_caller_does(rng):
@@ -1383,6 +1400,13 @@ def test_flash_attns_cache_of_more_sequences(rng):
             ValueError,
             "cache_seqlens is 4; with 3 new tokens after that, rotary_cos has only 5 places",
         ),
+        (
+            dict.fromkeys(("k", "v"), np.zeros((2, 1, 2, 8), np.float32))
+            | dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((5, 3), np.float32))
+            | {"causal": True},
+            ValueError,
+            "cache_seqlens is 4; with 3 new tokens after that, rotary_cos has only 5 places",
+        ),
         ({"cache_leftpad": np.zeros(3, np.int32)}, ValueError, r"cache_leftpad has shape \(3,\); it must be"),
         ({"cache_leftpad": np.zeros(2)}, TypeError, "cache_leftpad has dtype float64; it must be int32"),
         (
@@ -1424,6 +1448,9 @@ def test_flash_attns_packed_queries_with_pages(rng):
     lengths = {"seqused_k": np.diff(key_ends), "block_table": table}  # as vLLM calls it
     named = compat.flash_attn_varlen_func(tokens, *paged, cu_seqlens_q=ends, causal=True, **lengths)
     np.testing.assert_array_equal(named, out)
+    room = np.array([0, 8, 17], np.int32)
+    both = compat.flash_attn_varlen_func(tokens, *paged, ends, room, causal=True, **lengths)
+    np.testing.assert_array_equal(both, out)
 
 
 @pytest.mark.parametrize("options", CACHE_OPTIONS)
@@ -1448,9 +1475,6 @@ def test_packed_queries_of_flash_attn_3s_cache(rng, place, held, options):
         k, v = (x[given["page_table"]].reshape(3, 9, 2, 8) for x in caches)
     else:
         k, v = (x[entries] for x in caches)
-    room = np.array([0, 8, 17], np.int32)
-    both = compat.flash_attn_varlen_func(tokens, *paged, ends, room, causal=True, **lengths)
-    np.testing.assert_array_equal(both, out)
     if held is not None:
         given["cache_seqlens"] = held
     out, lse = compat.flash_attn_with_kvcache(
@@ -1484,6 +1508,11 @@ def test_packed_queries_of_flash_attn_3s_cache(rng, place, held, options):
             {"cu_seqlens_q": np.zeros((2, 2), np.int32)},
             ValueError,
             r"cu_seqlens_q has shape \(2, 2\); it must",
+        ),
+        (
+            {"cu_seqlens_q": np.zeros(0, np.int32)},
+            ValueError,
+            r"cu_seqlens_q has shape \(0,\); it must be \(batch \+ 1,\)$",
         ),
         ({"cu_seqlens_q": [0, 3]}, TypeError, "cu_seqlens_q is a list; it may be a NumPy array"),
         ({"cu_seqlens_q": np.array([0, 1, 6])}, TypeError, "cu_seqlens_q has dtype int64; it must be int32$"),
@@ -1531,6 +1560,24 @@ def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
     ends = np.array([0, 1, 6], np.int32)
     with pytest.raises(error, match=f"^{message}"):
         compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
+
+
+def test_a_sequence_may_have_no_keys_in_its_pages(rng):
+    q, k, v = draw(rng, 6, 9)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends, key_ends = np.array([0, 2, 6], np.int32), np.array([0, 0, 5], np.int32)
+    out = compat.flash_attn_varlen_func(q[1], *paged, ends, key_ends, block_table=table)
+    np.testing.assert_array_equal(out[:2], np.zeros_like(q[1, :2]))
+    close(out[2:], cufa.attention(q[1:, 2:], k[1:, :5], v[1:, :5])[0])
+
+
+def test_keys_that_are_in_no_pages_are_not_counted_as_if_they_were(rng):
+    q, k, v = draw(rng, 6, 9)
+    ends, table = np.array([0, 6], np.int32), np.zeros((1, 1), np.int32)
+    with pytest.raises(ValueError, match=r"^k has shape \(9, 2, 8\); it must have the 4 axes \(pages, "):
+        compat.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, block_table=table)
+    with pytest.raises(ValueError, match=r"^block_table has shape \(1,\); it must be \(batch, pages of"):
+        compat.flash_attn_varlen_func(q[0], k, v, ends, ends, block_table=table[0])
 
 
 @pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
@@ -1844,6 +1891,9 @@ def test_what_is_no_array_is_named(rng, name):
             function(*arrays.values())
         with pytest.raises(TypeError, match=f"^{name} is None; it may be a NumPy array"):
             function(*(arrays | {name: None}).values())
+    of_8_bits = dict.fromkeys(("q_descale", "k_descale", "v_descale"), np.ones((2, 2), np.float32))
+    with pytest.raises(TypeError, match=r"^[qkv] is a list; it may be a NumPy array"):
+        compat.flash_attn_func(*arrays.values(), **of_8_bits)
 
 
 def test_side_arrays_that_are_none_are_named(rng):
@@ -1892,6 +1942,22 @@ def test_packed_sequences_need_their_ends(rng, name):
 def test_errors_name_arguments_as_the_caller_does(rng, function, options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         function(*draw(rng, 6, 9), **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "flag"),
+    [
+        (compat.scaled_dot_product_attention, "is_causal"),
+        (compat.scaled_dot_product_attention, "enable_gqa"),
+        (compat.dot_product_attention, "is_causal"),
+        (compat.flash_attn_with_kvcache, "causal"),
+        (compat.flash_attn_with_kvcache, "rotary_interleaved"),
+    ],
+)
+def test_flags_are_true_or_false(rng, function, flag):
+    q, k, v = draw(rng, 6, 9, "bhsd", kv_heads=4)
+    with pytest.raises(TypeError, match=f"^{flag} is 'no'; it may be True or False$"):
+        function(q, k, v, **{flag: "no"})
 
 
 @pytest.mark.parametrize("function", [pytorchs, compat.dot_product_attention])

@@ -23,6 +23,7 @@ from cufa.problem import (
     MAX_HEAD_DIM,
     MAX_VALUE_DIM,
     Direction,
+    Features,
     Problem,
     Shape,
     accumulator_dtype,
@@ -373,6 +374,29 @@ def test_visible_scores_by_brute_force(causal: bool, seqlens: tuple[int, int]) -
     assert problem.visible_scores == len(visible)
 
 
+@pytest.mark.parametrize("seqlens", [(5, 9), (9, 5), (7, 7), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (0, 3), (3, 1), (None, 2), (4, None), (20, 20)], ids=str)
+def test_scores_in_a_window_by_brute_force(
+    window: tuple[int | None, int | None], seqlens: tuple[int, int]
+) -> None:
+    (seqlen_q, seqlen_k), (left, right) = seqlens, window
+    ahead = [j - (i + seqlen_k - seqlen_q) for i, j in itertools.product(*map(range, seqlens))]
+    visible = [x for x in ahead if (left is None or -x <= left) and (right is None or x <= right)]
+    features = Features(window=window)
+    problem = Problem("forward", "float32", 1, seqlen_q, seqlen_k, 1, 1, 8, 8, features=features)
+    assert problem.visible_scores == len(visible)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_have_the_flops_of_a_batch_of_their_length(
+    causal: bool, direction: Direction
+) -> None:
+    batch = Problem(direction, "float32", 3, 5, 7, 6, 3, 8, 4, causal)
+    packed = replace(batch, seqlen_q=15, seqlen_k=21, features=Features(packed=True))
+    assert packed.flops == batch.flops
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_flops_by_brute_force(causal: bool) -> None:
     """Two for each multiply-add of the products, element by element, with what is masked left out."""
@@ -405,6 +429,11 @@ def test_a_problem_in_words() -> None:
     assert str(problem) == "forward float16, batch 2, seqlen 300 x 400, heads 8, head dim 64"
     problem = replace(problem, direction="backward", causal=True, kv_heads=2, value_dim=128)
     assert str(problem) == "backward float16 causal, batch 2, seqlen 300 x 400, heads 8/2, head dim 64/128"
+    problem = replace(problem, causal=False, features=Features(window=(16, None), softcap=True, sink=True))
+    assert str(problem) == (
+        "backward float16, batch 2, seqlen 300 x 400, heads 8/2, head dim 64/128, "
+        "with window (16, -1), softcap, sink"
+    )
 
 
 def test_limits_are_what_the_documentation_says() -> None:

@@ -224,7 +224,9 @@ def test_a_number_that_requires_a_gradient_is_read_where_its_library_records_non
     q, scale = some_array()[None], Recording(0.5)
     expected = cufa.attention(q, q, q, softmax_scale=0.5)
     np.testing.assert_array_equal(cufa.attention(q, q, q, softmax_scale=scale), expected)
-    scale.records = True
+    scale.requires_grad, scale.records = False, True
+    np.testing.assert_array_equal(cufa.attention(q, q, q, softmax_scale=scale), expected)
+    scale.requires_grad = True
     with pytest.raises(TypeError, match=r"^softmax_scale requires a gradient, and cufa does not"):
         cufa.attention(q, q, q, softmax_scale=scale)
 

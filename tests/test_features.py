@@ -511,6 +511,7 @@ BITS = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k in bytes of 8 bits), wh
         ({"dropout_p": 1.0}, "dropout_p is 1.0; it must be at least 0 and below 1"),
         ({"dropout_p": -0.1}, "dropout_p is -0.1; it must be at least 0 and below 1"),
         ({"dropout_p": 0.1, "seed": -1}, "seed is -1; it must be at least 0 and below 2**64"),
+        ({"dropout_p": 0.1, "seed": 2**64}, f"seed is {2**64}; it must be at least 0 and below 2**64"),
         ({"dropout_p": 0.1, "offset": 2**32}, f"offset is {2**32}; it must be at least 0 and below 2**32"),
         (
             {"window": 3},
@@ -573,6 +574,10 @@ def lengths(*ends: int) -> Array:
             "cu_seqlens_q is given and cu_seqlens_k is not; packed sequences need both",
         ),
         (
+            {"cu_seqlens_k": lengths(0, 18)},
+            "cu_seqlens_k is given and cu_seqlens_q is not; packed sequences need both",
+        ),
+        (
             {"cu_seqlens_q": lengths(0, 10), "cu_seqlens_k": lengths(0, 3, 18)},
             "cu_seqlens_q has shape (2,) and cu_seqlens_k (3,); both must be (batch + 1,)",
         ),
@@ -614,6 +619,14 @@ def lengths(*ends: int) -> Array:
         ),
         (
             {
+                "cu_seqlens_q": lengths(0, 4, 10),
+                "cu_seqlens_k": lengths(0, 5, 18),
+                "mask": zeros(1, 5, dtype=bool),
+            },
+            "mask has shape (1, 5), but sequence 1 has 6 rows and 13 keys",
+        ),
+        (
+            {
                 "cu_seqlens_q": lengths(0, 10),
                 "cu_seqlens_k": lengths(0, 18),
                 "mask": zeros(1, 3, 10, 18, dtype=bool),
@@ -629,6 +642,15 @@ def lengths(*ends: int) -> Array:
 )
 def test_impossible_sequences(arguments: dict[str, Any], message: str) -> None:
     refuse(ValueError, message, **arguments)
+
+
+def test_an_lse_of_packed_sequences_that_does_not_fit() -> None:
+    q, ends = zeros(3, 2, 4), lengths(0, 3)
+    message = r"^lse has shape \(3, 2\); it must be \(heads, tokens\), which is \(2, 3\) here$"
+    with pytest.raises(ValueError, match=message):
+        cufa.attention_backward(
+            q, q, q, q, q, zeros(3, 2), cu_seqlens_q=ends, cu_seqlens_k=ends, backend="numpy"
+        )
 
 
 @pytest.mark.parametrize("name", ["bias", "sink"])

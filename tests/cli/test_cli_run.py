@@ -301,7 +301,9 @@ def test_json_has_what_was_asked_for():
     document = run_json("run", *SMALL, *asked)
     assert [document[name] for name in ("softmax_scale", "layout", "seed")] == [0.5, "bhsd", 7]
     assert [step["asked"] for step in document["steps"]] == 2 * [dict.fromkeys(("kernel", "tiles", "arch"))]
-    assert run_json("run", *SMALL, "--head-dim", 16)["softmax_scale"] == 0.25
+    document = run_json("run", *SMALL, "--head-dim", 16)
+    assert document["softmax_scale"] == 0.25
+    assert document["steps"][0]["problem"]["precision"] == "ieee"
 
 
 @pytest.mark.parametrize(
@@ -406,9 +408,32 @@ def test_run_refuses_what_makes_no_sense(arguments, message):
     assert message in refused("run", *arguments)
 
 
-def test_files_in_and_a_file_out(qkv, files, tmp_path):
-    run("run", *files, "--causal", "--out", tmp_path / "out.npy")
-    assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(*qkv, causal=True, backend="numpy"))
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (("--causal",), {"causal": True}),
+        (("--window", "5,3"), {"window": (5, 3)}),
+        (("--window", "-1,3", "--softcap", 2), {"window": (None, 3), "softcap": 2.0}),
+        (("--softmax-scale", 0.5), {"softmax_scale": 0.5}),
+        (("--dropout", 0.3, "--dropout-seed", 5), {"dropout_p": 0.3, "seed": 5}),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_files_in_and_a_file_out(qkv, files, tmp_path, options, arguments):
+    run("run", *files, *options, "--out", tmp_path / "out.npy")
+    expected = cufa.attention(*qkv, **arguments, backend="numpy")
+    assert np.array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
+def test_a_gradient_of_the_lse_adds_to_those_of_queries_and_keys(files, tmp_path):
+    results = {}
+    for options in ((), ("--dlse",)):
+        run("run", *files, *options, "--out", tmp_path / "all.npz")
+        with np.load(tmp_path / "all.npz") as archive:
+            results[options] = dict(archive)
+    without, added = results.values()
+    changed = {name for name in without if not np.array_equal(without[name], added[name])}
+    assert changed == {"dq", "dk"}
 
 
 def test_no_result_is_written_over_what_is_read(qkv, files, tmp_path):

@@ -432,6 +432,8 @@ class Learnable(float):
         ({"layout": "bsdh"}, ValueError, "layout is 'bsdh'; it may be 'bshd' or 'bhsd'"),
         ({"layout": None}, ValueError, "layout is None; it may be 'bshd' or 'bhsd'"),
         ({"layout": ["bshd"]}, ValueError, "layout is ['bshd']; it may be 'bshd' or 'bhsd'"),
+        ({"precision": "fast"}, ValueError, "precision is 'fast'; it may be 'ieee' or 'tf32'"),
+        ({"precision": None}, ValueError, "precision is None; it may be 'ieee' or 'tf32'"),
         (
             {"precision": np.ones(2)},
             ValueError,
@@ -473,6 +475,14 @@ def test_options_with_impossible_values(
 ) -> None:
     for call in calls(draw(rng), **options):
         with pytest.raises(error, match="^" + re.escape(message)):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+def test_only_float32_is_rounded_to_tf32(rng: np.random.Generator, dtype: str) -> None:
+    message = f"^precision is 'tf32', which is for float32, and the arrays are {dtype}$"
+    for call in calls(draw(rng, dtype), precision="tf32"):
+        with pytest.raises(ValueError, match=message):
             call()
 
 

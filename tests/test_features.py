@@ -479,6 +479,8 @@ BITS = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k in bytes of 8 bits), wh
     [
         ({"bias": zeros(5, 8)}, f"bias has shape (5, 8); it must be {SCORES}"),
         ({"bias": zeros(9, 1)}, f"bias has shape (9, 1); it must be {SCORES}"),
+        ({"bias": zeros(4, 9)}, f"bias has shape (4, 9); it must be {SCORES}"),
+        ({"mask": zeros(2, 5, 9, dtype=bool)}, f"mask has shape (2, 5, 9); it must be {SCORES}"),
         ({"bias": zeros(3, 1, 5, 9)}, f"bias has shape (3, 1, 5, 9); it must be {SCORES}"),
         ({"mask": zeros(2, 2, 5, 9, dtype=bool)}, f"mask has shape (2, 2, 5, 9); it must be {SCORES}"),
         ({"mask": zeros(5, 9, dtype=np.uint8)}, f"mask has shape (5, 9); it must be {BITS}"),

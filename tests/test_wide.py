@@ -261,3 +261,17 @@ def test_the_plan_says_so():
     plan = cufa.plan(q, k, k[..., :512], arch="sm_90a")
     assert plan.kernel == NAME
     assert "seqlen 128 x 8192, heads 1, head dim 576/512, values in keys, heads as queries" in str(plan)
+
+
+def test_values_are_in_keys_only_if_each_is_the_beginning_of_its_key():
+    q, memory = np.empty((2, 1, 8, 64), np.float16), np.empty((2, 256, 1, 128), np.float16)
+    k, rows = memory[:, :128, :, :64], memory.reshape(2, 512, 1, 64)
+    for v, in_keys in (
+        (k, True),
+        (k[..., :32], True),
+        (k[..., 32:], False),
+        (memory[:, :128], False),  # wider than keys
+        (rows[:, :128], False),  # in the same place, but closer together
+        (k.copy(), False),
+    ):
+        assert cufa.plan(q, k, v, arch="sm_90a").problem.values_in_keys == in_keys, v.shape

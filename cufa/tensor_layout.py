@@ -114,7 +114,7 @@ def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
     if problem.value_dim * problem.output.itemsize % MAX_ALIGN_BYTES:
         return False
     keys_axis = axes[1]
-    if strides[keys_axis] != problem.itemsize or shape[keys_axis] % KEYS_TOGETHER or shape[-1] == 1:
+    if strides[keys_axis] != problem.itemsize or shape[keys_axis] % KEYS_TOGETHER:
         return False
     others = [strides[axis] for axis, size in enumerate(shape) if size > 1 and axis != keys_axis]
     return all(stride > 0 and stride % MAX_ALIGN_BYTES == 0 for stride in others)

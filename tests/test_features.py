@@ -637,6 +637,15 @@ def lengths(*ends: int) -> Array:
             "which is (1, 4, 10, 18) here",
         ),
         (
+            {
+                "cu_seqlens_q": lengths(0, 10),
+                "cu_seqlens_k": lengths(0, 18),
+                "bias": zeros(2, 1, 10, 18),
+            },
+            "bias has shape (2, 1, 10, 18); it must be (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), "
+            "which is (1, 4, 10, 18) here",
+        ),
+        (
             {"cu_seqlens_q": lengths(0, 10), "cu_seqlens_k": lengths(0, 18), "layout": "bhsd"},
             "layout is 'bhsd', but packed sequences must be in 'bshd'",
         ),
@@ -659,8 +668,20 @@ def test_an_lse_of_packed_sequences_that_does_not_fit() -> None:
 def test_gradients_of_what_is_not_there_are_refused(name: str) -> None:
     q, lse = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 2, 3), np.float32)
     message = f"^the gradient of {name} is requested, but there is no {name}; give {name}, as to the forward$"
-    with pytest.raises(ValueError, match=message):
-        cufa.attention_backward(q, q, q, q, q, lse, **{f"return_d{name}": True}, backend="numpy")
+    for others in ({}, {"score_mod": lambda score, *_: 2 * score}):
+        options: dict[str, Any] = {f"return_d{name}": True, **others}
+        with pytest.raises(ValueError, match=message):
+            cufa.attention_backward(q, q, q, q, q, lse, **options, backend="numpy")
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_bias_or_a_mask_may_have_the_axis_of_keys_alone(rng: np.random.Generator, name: str) -> None:
+    q, k, v = (rng.standard_normal((2, length, 3, 8)).astype(np.float32) for length in (5, 9, 9))
+    of_keys = rng.standard_normal(9).astype(np.float32)
+    given = of_keys if name == "bias" else of_keys > 0
+    whole = np.broadcast_to(given, (2, 3, 5, 9)).copy()
+    expected = cufa.attention(q, k, v, **{name: whole}, backend="numpy")
+    np.testing.assert_array_equal(cufa.attention(q, k, v, **{name: given}, backend="numpy"), expected)
 
 
 @pytest.mark.parametrize(

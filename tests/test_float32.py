@@ -8,7 +8,7 @@ from rungs import best_kernel
 from cufa import jit
 from cufa.device import Device
 from cufa.plan import make_plan
-from cufa.plan.float32 import PACES
+from cufa.plan.fwd_9_float32 import PACES
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")

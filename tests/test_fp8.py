@@ -21,7 +21,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
-from cufa.plan.fp8 import (
+from cufa.plan.fwd_7_fp8 import (
     CUT_PACES,
     CUT_TRANSPOSED_PACES,
     PACES,

@@ -8,7 +8,7 @@ import pytest
 import cufa
 from cufa import jit
 from cufa.device import Device
-from cufa.plan import make_plan, mixed, wgmma_tiles
+from cufa.plan import fwd_6_tiles, make_plan, mixed
 from cufa.plan.tile_sizes import sizes_of
 from cufa.problem import Features, Problem
 
@@ -116,10 +116,10 @@ def test_how_many_have_many_queries_if_the_longest_is_known():
 def test_tiles_are_the_fastest_without_parts_of_keys():
     few_heads = call(1000, 4, 2000, heads=8, kv_heads=1, head_dim=64, value_dim=64, causal=False)
     known_lengths = mixed.alike(few_heads, 1, 997)
-    assert wgmma_tiles.fastest_tiles(known_lengths, H200, frozenset())[0].parts > 1
+    assert fwd_6_tiles.fastest_tiles(known_lengths, H200, frozenset())[0].parts > 1
     many = mixed.mix_of(few_heads, H200).many
     beside = replace(many, features=replace(many.features, least_queries=mixed.MANY_QUERIES))
-    expected, _ = wgmma_tiles.fastest_tiles(beside, H200, frozenset())
+    expected, _ = fwd_6_tiles.fastest_tiles(beside, H200, frozenset())
     assert make_plan(few_heads, H200).beside.tiles == sizes_of(expected)
     assert expected.parts == 1
 

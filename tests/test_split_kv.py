@@ -9,7 +9,7 @@ import pytest
 from cufa import jit
 from cufa.device import Device
 from cufa.plan import make_plan
-from cufa.plan.split_kv import price
+from cufa.plan.fwd_8_split_kv import price
 from cufa.problem import FLOAT8, Features, Problem
 from cufa.score_mod import MaskMod, ScoreMod
 

@@ -13,11 +13,11 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
+from cufa.plan.fwd_6_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, candidates, parts_leave_registers
 from cufa.plan.pace import keys_of_tile
 from cufa.plan.parting import numbers_of_parts
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.tile_sizes import query_tiles
-from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, candidates, parts_leave_registers
 from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod
 

@@ -8,9 +8,9 @@ from math import prod
 
 from cufa.device import WARP_SIZE, Device
 from cufa.messages import counted
+from cufa.plan.bwd_3_mma import INSTRUCTIONS_PER_SCORE
+from cufa.plan.fwd_5_mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
 from cufa.plan.gradients import gradient_macros
-from cufa.plan.mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
-from cufa.plan.mma_backward import INSTRUCTIONS_PER_SCORE
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import VECTOR_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
+from cufa.plan.fwd_9_float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.hopper import (
     BARRIER_BYTES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
-from cufa.plan import split_kv, wgmma
+from cufa.plan import fwd_6_wgmma, fwd_8_split_kv
 from cufa.plan.record import Decisions
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
@@ -41,9 +41,9 @@ class Mix:
     ) -> tuple[tuple[Problem, Decisions], tuple[Problem, Decisions]]:
         """The problem of sequences of few queries and that of many, each with what is decided for it."""
         few = replace(problem, features=replace(problem.features, most_queries=MANY_QUERIES - 1))
-        of_few = split_kv.beside(few, device, self.few, self.on_half)
+        of_few = fwd_8_split_kv.beside(few, device, self.few, self.on_half)
         many = _beside_few(problem)
-        return (few, of_few), (many, wgmma.beside(many, device, _beside_few(self.many)))
+        return (few, of_few), (many, fwd_6_wgmma.beside(many, device, _beside_few(self.many)))
 
 
 def mix_of(problem: Problem, device: Device) -> Mix | None:
@@ -55,14 +55,15 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
     sure = _some_have_many(problem)
     # Sequences that decode are anywhere between their first key and the last.
     half_way = replace(few, seqlen_k=few.seqlen_k // 2)
-    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(_beside_few(many), device)
+    time_of_few = fwd_8_split_kv.price(half_way, device)
+    time_of_many = fwd_6_wgmma.price(_beside_few(many), device)
     by_two = in_a_row = time_of_few + time_of_many
     if sure and not problem.features.key_mask:  # launches that look at a mask come between the two
-        on_half = split_kv.price_on_half(half_way, device)
+        on_half = fwd_8_split_kv.price_on_half(half_way, device)
         by_two = min(in_a_row, on_half + max(0, time_of_many - on_half / 2))
     by_one = min(
-        time_of_few + split_kv.price(many, device, like=problem),
-        wgmma.price(half_way, device) + wgmma.price(many, device),
+        time_of_few + fwd_8_split_kv.price(many, device, like=problem),
+        fwd_6_wgmma.price(half_way, device) + fwd_6_wgmma.price(many, device),
     )
     if by_two > by_one * (WORTHWHILE_IF_SURE if sure else WORTHWHILE):
         return None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from cufa.device import WARP_SIZE, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan import parting
+from cufa.plan.fwd_6_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.plan.hopper import (
     LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
@@ -24,7 +25,6 @@ from cufa.plan.seen import WORD_BITS, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.tile_choice import Candidates, Choice, Cost
 from cufa.plan.tile_sizes import query_tiles, sizes_of
-from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.problem import BYTE_BITS, Problem
 from cufa.rounding import round_up
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import KERNELS, Kernel, kernel_named
-from cufa.plan import float32, fp8, mma, split_kv, wgmma, wgmma_wide
+from cufa.plan import fwd_5_mma, fwd_6_wgmma, fwd_7_fp8, fwd_8_split_kv, fwd_9_float32, fwd_10_wgmma_wide
 from cufa.plan.suited import unsuited
 from cufa.problem import Problem
 from cufa.rounding import round_up
@@ -16,12 +16,12 @@ from cufa.rounding import round_up
 # Estimated microseconds of a plan on an H200, besides what every launch takes. Other GPUs count as an H200
 # with their number of SMs: what matters is which price is lowest.
 PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
-    "fwd_5_mma": mma.price,
-    "fwd_6_wgmma": wgmma.price,
-    "fwd_7_fp8": fp8.price,
-    "fwd_8_split_kv": split_kv.price,
-    "fwd_9_float32": float32.price,
-    "fwd_10_wgmma_wide": wgmma_wide.price,
+    "fwd_5_mma": fwd_5_mma.price,
+    "fwd_6_wgmma": fwd_6_wgmma.price,
+    "fwd_7_fp8": fwd_7_fp8.price,
+    "fwd_8_split_kv": fwd_8_split_kv.price,
+    "fwd_9_float32": fwd_9_float32.price,
+    "fwd_10_wgmma_wide": fwd_10_wgmma_wide.price,
 }
 
 
@@ -44,7 +44,7 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
         best = min(prices, key=lambda name: prices[name])
         if len(prices) > 1:
             of_others = [f"{name} {price:.0f}" for name, price in prices.items() if name != best]
-            where = "an H200" + f" of {device.sm_count} SMs" * (device.sm_count != mma.H200.sm_count)
+            where = "an H200" + f" of {device.sm_count} SMs" * (device.sm_count != fwd_5_mma.H200.sm_count)
             how = f"about {prices[best]:.0f} us on {where}, the cheapest ({', '.join(of_others)})"
     names = list(reasons)
     passed_over = (reasons[name] for name in names[names.index(best) + 1 :])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting
+from cufa.plan.fwd_6_tiles import Tiles, fastest_in_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     MAX_CONSUMER_REGISTERS,
@@ -32,7 +33,6 @@ from cufa.plan.persistent import (
 from cufa.plan.record import Decisions, Launch, TensorBox
 from cufa.plan.tile_choice import Cost, with_sizes
 from cufa.plan.tile_sizes import sizes_of
-from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

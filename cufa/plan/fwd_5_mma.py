@@ -1,7 +1,7 @@
 """Plans for the tensor-core kernels on mma.sync: products of 16x8 fragments, fed from shared memory.
 
 This file has the costs of both directions and the forward, `fwd_5_mma`; the backward is in
-cufa/plan/mma_backward.py.
+cufa/plan/bwd_3_mma.py.
 
 A warp owns some of a tile's 16-row tiles, and each fragment of K and V that it loads serves all of them: with
 two, loads take half as long per product. The cost of a tile is counted in an SM's clocks. It depends on how

@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.gradients import (
-    gradient_launches,
-    gradient_macros,
-    gradient_sums,
-    row_blocks,
-    sink_launch,
-)
-from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
-from cufa.plan.mma import (
+from cufa.plan.fwd_5_mma import (
     HALF,
     LINE_BYTES,
     MAX_SPLIT,
@@ -28,6 +20,14 @@ from cufa.plan.mma import (
     hands_over_keys,
     macros_of,
 )
+from cufa.plan.gradients import (
+    gradient_launches,
+    gradient_macros,
+    gradient_sums,
+    row_blocks,
+    sink_launch,
+)
+from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.tile_choice import Candidates, Cost

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
 from cufa.messages import counted
-from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
+from cufa.plan.fwd_5_mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import common_macros, params_bytes

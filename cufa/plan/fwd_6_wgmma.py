@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cufa.device import Device
+from cufa.plan.fwd_6_tiles import Tiles, fastest_tiles
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     PANEL_COLS,
@@ -36,7 +37,6 @@ from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, Te
 from cufa.plan.seen import WORD_BITS, fills_words, seen_by_forward
 from cufa.plan.tile_choice import Cost
 from cufa.plan.tile_sizes import sizes_of
-from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting, shares
+from cufa.plan.fwd_6_tiles import Tiles, fastest_in_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -39,7 +40,6 @@ from cufa.plan.persistent import (
 from cufa.plan.record import NOT_PARTED, WORKSPACE_ALIGNMENT, Decisions, Launch, Parting, Scratch, TensorBox
 from cufa.plan.tile_choice import Cost
 from cufa.plan.tile_sizes import sizes_of
-from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up
 

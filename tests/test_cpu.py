@@ -456,6 +456,22 @@ def test_every_head_is_in_one_stack(threads: int) -> None:
     assert len(parts) >= min(threads, taken.size)
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "threads"), [(255, 64, 1), (256, 64, 4), (1, 1024, 4), (2, 1024, 8), (1, 4096, 32)]
+)
+def test_threads_are_no_more_than_have_work(
+    heads: int, seqlen: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = mock.Mock(wraps=in_threads)
+    for module in (stacks, tiles):
+        monkeypatch.setattr(module, "in_threads", used)
+    monkeypatch.setattr(cpu, "most_threads", lambda: 32)
+    rng = np.random.default_rng(22)
+    sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "kv_heads": heads, "head_dim": 8}
+    forward(random_problem(rng, "float32", **sizes), causal=False)
+    assert used.call_args.args[2] == threads
+
+
 @pytest.mark.parametrize("dtype_name", ["bfloat16", "float32"])
 def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
     seqlen = 4096

@@ -37,7 +37,7 @@ def two_threads_with_many_tiles() -> Iterator[None]:
     with (
         mock.patch.multiple(tiles, Q_TILE=8, KV_TILE=16),
         mock.patch.object(stacks, "MOST_SCORES", 0),
-        mock.patch.multiple(cpu, PARALLEL_SCORES=0, most_threads=lambda: 2),
+        mock.patch.multiple(cpu, PARALLEL_SCORES=0, SCORES_OF_THREAD=1, most_threads=lambda: 2),
     ):
         yield
 

@@ -22,6 +22,8 @@ __all__ = ["attention", "attention_backward", "softmax", "stacks", "tiles"]
 
 # With fewer scores than this, the work is done before other threads have started.
 PARALLEL_SCORES = 2**20
+# With fewer in each thread, threads wait longer for Python's lock than they compute.
+SCORES_OF_THREAD = 2**18
 # For calls without gradients of score_mod arrays.
 _NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
@@ -124,4 +126,4 @@ def attention_backward(
 
 def _threads(sequences: list[Sequence], heads: int) -> int:
     scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
-    return 1 if scores < PARALLEL_SCORES else most_threads()
+    return 1 if scores < PARALLEL_SCORES else min(most_threads(), scores // SCORES_OF_THREAD)

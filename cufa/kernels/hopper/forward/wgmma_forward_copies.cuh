@@ -162,7 +162,7 @@ struct Sender {
         if (!starts_copies()) return;
         ring.label(at, label);
         ptx::Barrier& full = ring.announce(at, Rows::kBytes);
-        const int batch = kPacked ? 0 : work.batch;
+        [[maybe_unused]] const int batch = kPacked ? 0 : work.batch;
         if constexpr (kPaged) {
             boxes.copy(to, map, full, work.kv_head, first_col);
         } else if constexpr (kInParts || kOddRows<kHeadDim> || kOddRows<kValueDim>) {

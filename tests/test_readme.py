@@ -1,5 +1,6 @@
 """The READMEs' figures are those of the records, their links lead somewhere, their code runs."""
 
+import functools
 import re
 import shlex
 import subprocess
@@ -96,9 +97,10 @@ def test_the_guide_to_the_kernels_has_the_ladder_in_order():
             assert header in names, f"{header} is not among those of {name}"
 
 
-def included(source: str) -> set[str]:
+@functools.cache
+def included(source: str) -> frozenset[str]:
     """The headers that a source includes, directly or not."""
-    found = set(re.findall(r'^#include "(.*)"$', (GUIDE.parent / source).read_text(), re.MULTILINE))
+    found = frozenset(re.findall(r'^#include "(.*)"$', (GUIDE.parent / source).read_text(), re.MULTILINE))
     return found.union(*map(included, found))
 
 

@@ -26,7 +26,7 @@ from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.plan.companions import softmax_launches
 from cufa.problem import accumulator_dtype
 
-pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(4)]
 
 # Hopper's kernels, which take aligned arrays alone, are in test_emulator_hopper.py, and the one for few
 # queries is in test_emulator_split_kv.py.

@@ -12,7 +12,7 @@ from cufa import reference
 from cufa.checking import judge
 from cufa.problem import accumulator_dtype
 
-pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(4)]
 
 # Several tiles of each length, and little work for the threads that have none.
 TILES = {

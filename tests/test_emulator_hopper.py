@@ -24,7 +24,7 @@ from cufa.plan import make_plan
 from cufa.plan.hopper import SECTION_OF_L2
 from cufa.problem import Problem
 
-pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(4)]
 
 HERE = Path(emulator.__file__).parent
 

@@ -24,7 +24,7 @@ from cufa.plan import make_plan
 from cufa.problem import accumulator_dtype
 from cufa.score_mod import ScoreMod
 
-pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.emulator, pytest.mark.sampled(4)]
 
 FEATURES = ("causal", "window", "softcap", "alibi_slopes", "sink", "packed", "seqused_k")
 FORWARD_FEATURES = (*FEATURES, "bias", "dropout")

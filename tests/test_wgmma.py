@@ -38,7 +38,7 @@ def plan_of(call, **tiles):
     return make_plan(call, H200, NAME, tiles)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_dim", "causal", "tiles"),
     [
@@ -93,7 +93,7 @@ def biased(dtype):
     return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "features",
@@ -135,7 +135,7 @@ def test_hardly_a_spill_where_all_rows_see_the_same_keys(head_dim, bits):
         assert not any("C75" in warning for warning in build.warnings)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features"),
     [
@@ -500,7 +500,7 @@ PARTED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("features", [Features(packed=True), Features(seqused_k=True, page_size=64)], ids=str)
 def test_no_spill_in_parts_of_unknown_length(head_dim, features):
@@ -508,7 +508,7 @@ def test_no_spill_in_parts_of_unknown_length(head_dim, features):
     assert jit.build(plan_of(call, parts=2).variant).warnings == ()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)
 def test_no_spill_in_parts(head_dim, causal, tiles):
     value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim

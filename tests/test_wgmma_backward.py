@@ -126,7 +126,7 @@ def test_parts_are_of_whole_heads():
     assert plan_of(shared_by(8, 1), parts=8).tiles["parts"] == 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "call",
     [
@@ -152,7 +152,7 @@ def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seql
         assert jit.build(plan.variant).warnings == ()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "batch", "seqlen"),
@@ -164,7 +164,7 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
 
 
 # Of each head dim two of the features, and of each feature two head dims.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "features"),
     [
@@ -211,7 +211,7 @@ TAKING_TURNS = [
 
 
 # A mask or none in turn: compiling takes most of the time.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_dim", "batch", "seqlen", "causal"), [(*each, i % 2 == 0) for i, each in enumerate(TAKING_TURNS)]
 )
@@ -221,7 +221,7 @@ def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
         assert jit.build(plan.variant).warnings == ()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "value_dim"),
     [

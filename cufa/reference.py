@@ -10,6 +10,7 @@ ones.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -317,6 +318,18 @@ class Head:
     kept: Array
     sink: Any
 
+    @functools.cached_property
+    def rows_that_see(self) -> Array:
+        """Which rows see any key."""
+        rows: Array = np.any(self.visible, axis=1)
+        return rows
+
+    @functools.cached_property
+    def keys_seen(self) -> Array:
+        """Which keys any row sees."""
+        keys: Array = np.any(self.visible, axis=0)
+        return keys
+
     def scores(self, Q: Array, K: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Slopes]:
         """S, and its derivatives."""
         S, slope = rounded(self.scale * self.products(Q, K)), np.ones(self.visible.shape, Q.dtype)
@@ -355,8 +368,8 @@ class Head:
 
         Rows that see nothing and keys that no row sees count as 0: NaN there takes 40 times as long.
         """
-        rows = np.where(self.visible.any(axis=1, keepdims=True), rows, 0)
-        keys = np.where(self.visible.any(axis=0, keepdims=True).T, keys, 0)
+        rows = np.where(self.rows_that_see[:, None], rows, 0)
+        keys = np.where(self.keys_seen[:, None], keys, 0)
         products: Array = np.inner(rows, keys)
         return products
 

@@ -360,8 +360,8 @@ def hide_nan(case: Case) -> None:
     keys_seen = np.zeros(problem.k.shape[:-1], bool)
     scores_seen = np.zeros(four_axes(() if bias is None else bias.shape), int)
     for head in Rules(**case.forward).heads(problem.q, problem.k):
-        rows_see[head.queries] = head.visible.any(axis=1)
-        keys_seen[head.keys] |= head.visible.any(axis=0)
+        rows_see[head.queries] = head.rows_that_see
+        keys_seen[head.keys] |= head.keys_seen
         if bias is not None:
             head.add_as_broadcast(head.visible.astype(int), scores_seen)
     for x, matters in ((problem.k, keys_seen), (problem.v, keys_seen), (problem.q, rows_see)):

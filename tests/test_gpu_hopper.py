@@ -5,6 +5,7 @@ whatever the order, on streams and in graphs that run at the same time, and so m
 added up in any order, so those may differ by a rounding.
 """
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -23,6 +24,7 @@ from tolerance import Problem, assert_attention, assert_gradients, random_proble
 
 import cufa
 from cufa import checking, device, reference, rounding_errors
+from cufa.plan.fwd_6_tiles import ALIKE_PACES
 
 pytestmark = pytest.mark.gpu
 
@@ -536,6 +538,23 @@ def test_padded_keys(cupy, head_dim, batch, kv_heads, keys, rules):
     if "deterministic" in rules:
         again = cufa.attention_backward(dout, q, k, v, out, lse, **options)
         assert all((bits(x) == bits(y)).all() for x, y in zip(gradients, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tiles"), [(dim, tiles) for dim, paces in ALIKE_PACES.items() for tiles in paces], ids=str
+)
+def test_padded_keys_in_tiles_of_all_sizes(cupy, head_dim, tiles):
+    """As many keys for each of 40 sequences, more tiles than blocks, and some without keys."""
+    rng = np.random.default_rng(head_dim)
+    sizes = {"batch": 40, "heads": 6, "kv_heads": 2, "seqlen_q": 300, "seqlen_k": 700}
+    problem = random_problem(rng, "bfloat16", head_dim=head_dim, **sizes)
+    shown = np.arange(700) < rng.integers(0, 701, (40, 1, 1, 1))
+    shown[0] = False
+    shown[1] &= rng.random(700) < 0.7
+    q, k, v, _ = on_gpu(problem)
+    options = {"kernel": FORWARD, "tiles": dataclasses.asdict(tiles), "mask": cupy.asarray(shown)}
+    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
+    assert_attention(out.get(), lse.get(), problem, mask=shown)
 
 
 # Of the warpgroups of the backward, one passes over tiles of queries that see keys of the other one alone.

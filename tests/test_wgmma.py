@@ -121,8 +121,8 @@ def test_hardly_a_spill_where_lengths_vary_under_a_causal_mask(features):
 @pytest.mark.parametrize(
     ("head_dim", "bits"), [(40, True), (64, False), (72, False), (96, True), (128, False)]
 )
-def test_hardly_a_spill_where_all_rows_see_the_same_keys(head_dim, bits):
-    """With three consumers, or several blocks on an SM. NVRTC 13.0 spills two words of the smallest."""
+def test_no_spill_where_all_rows_see_the_same_keys(head_dim, bits):
+    """With three or more consumers, or several blocks on an SM; but NVRTC 13.0 spills two words of 256x64."""
     mask = Features(mask=(2, 1, 1, 4096), mask_bits=bits)
     call = replace(problem(head_dim), features=mask)
     many = [tiles for tiles in candidates(call.kind) if tiles.consumers > 2 or tiles.blocks_per_sm > 1]
@@ -130,9 +130,7 @@ def test_hardly_a_spill_where_all_rows_see_the_same_keys(head_dim, bits):
     assert many
     assert not set(many) & set(candidates(each_own.kind))
     for tiles in many:
-        build = jit.build(plan_of(call, **asdict(tiles)).variant)
-        assert build.resources[NAME].spill_stores <= 8
-        assert not any("C75" in warning for warning in build.warnings)
+        assert jit.build(plan_of(call, **asdict(tiles)).variant).warnings == ()
 
 
 @pytest.mark.sampled(4)

@@ -57,7 +57,7 @@ struct QueryProducer {
     QueryStage (&queries)[kStages];
     Statistics (&statistics)[kStages];
     Ring<kStages>& q_ring;
-    LabelledRing<kStages>& dout_ring;
+    LabelledRing<kStages, HeadTileLabel>& dout_ring;
     RingPosition<kStages> at;
     int filled = 0;  // stages that have held a tile
     AdditionTurns turns;

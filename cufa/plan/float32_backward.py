@@ -15,9 +15,9 @@ from cufa.plan.fwd_9_float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_byte
 from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.hopper import (
     BARRIER_BYTES,
+    HEAD_TILE_LABEL_BYTES,
     PANEL_COLS,
     SWIZZLE_BYTES,
-    TILE_LABEL_BYTES,
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
@@ -233,7 +233,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         # And here dQ in that of its queries.
         halves = max(halves, _sums_bytes(problem, tiles))
     holders = 1 if tiles.share_queries else tiles.consumers
-    of_label = TILE_LABEL_BYTES * problem.features.key_mask
+    of_label = HEAD_TILE_LABEL_BYTES * problem.features.key_mask
     of_stage = halves + _statistics_bytes(tiles) + 4 * BARRIER_BYTES + of_label
     smem_bytes = (
         _rows_bytes(problem, tiles.block_n)

@@ -161,11 +161,20 @@ FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
 # them up, if all keys are seen.
 MOST_PAGES = 8
 
-# Where a mask is alike for all rows, the tiles with three consumers that leave it registers, by largest head
-# dim.
+# Where a mask is alike for all rows, and nothing else cuts through tiles, more consumers have registers for
+# it, and tiles take other times.
 ALIKE_PACES = {
-    64: {Tiles(192, 96, 2, 1, 64): Pace(0.0535, 1150, ns_of_other_edge=1150)},
-    96: {Tiles(192, 64, 4, 1, 128): Pace(0.0812, 2270, ns_of_other_edge=2270)},
+    64: {
+        Tiles(256, 64, 4, 2, 64): Pace(0.0571, 1800),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0640, 1200),
+        Tiles(64, 128, 2, 1, 64, 2): Pace(0.0683, 800, 1.45),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0724, 670, 1.55),
+    },
+    128: {
+        Tiles(192, 64, 4, 1, 128): Pace(0.0827, 2000),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0847, 2700),
+        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1125, 1150, 1.15),
+    },
 }
 
 # A float32 bias takes a register per score, so above PANEL_COLS tiles have fewer keys.
@@ -209,7 +218,11 @@ def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
         if fills_words(kind, tiles) and _has_registers(kind, tiles)
     }
     if dim <= max(ALIKE_PACES) and _all_rows_alike(kind):
-        paces |= {tiles: pace.times(faster) for tiles, pace in _for_dim(ALIKE_PACES, dim)[1].items()}
+        paces |= {
+            tiles: pace.times(faster)
+            for tiles, pace in _for_dim(ALIKE_PACES, dim)[1].items()
+            if tiles.blocks_per_sm == 1 or tiles in paces
+        }
     return paces
 
 
@@ -308,7 +321,7 @@ def _all_rows_alike(problem: Problem) -> bool:
     features = problem.features
     adds = features.bias is not None or features.alibi or features.score_mod is not None
     plain = not (adds or features.softcap or features.dropout or features.page_size)
-    return problem.features.mask_of_keys and plain and not (problem.range_mask or lengths_vary(problem))
+    return features.mask_of_keys and plain and not (problem.range_mask or lengths_vary(problem))
 
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:

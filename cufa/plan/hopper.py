@@ -21,8 +21,8 @@ PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
 BARRIER_BYTES = 8
 # For the lengths that are looked up if each sequence has its own.
 LENGTHS_BYTES = 16
-# What the producer says about a tile of keys or queries, if it skips some.
-TILE_LABEL_BYTES = 12
+# What the producer says about a tile of keys or queries, if it skips some; and if there are several heads.
+TILE_LABEL_BYTES, HEAD_TILE_LABEL_BYTES = 4, 8
 # setmaxnreg counts in eights, from 24 on; the registers that most producers need, and the most that a thread
 # can have.
 REGISTER_STEP, LEAST_REGISTERS = 8, 24

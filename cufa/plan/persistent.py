@@ -106,7 +106,9 @@ def work_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory for the tiles of queries that a block is at: work_tiles.cuh."""
     varied = lengths_vary(problem)
     of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + tiles.keys_bytes
-    of_warps = WARPGROUP // WARP_SIZE if varied and not problem.range_mask and tiles.teams > 1 else 0
+    for_lengths = varied and tiles.teams > (3 if problem.range_mask else 1)
+    for_labels = problem.features.key_mask and tiles.teams > 2
+    of_warps = WARPGROUP // WARP_SIZE if for_lengths or for_labels else 0
     return of_tile * tiles.teams * (tiles.query_stages + of_warps)
 
 
@@ -196,7 +198,8 @@ def _most_consumer_registers(problem: Problem, tiles: Tiles, parted: Parting) ->
         return BESIDE_SEARCH
     if problem.kv_dtype is not None:
         return BESIDE_WIDENING
-    if features.key_mask and (tiles.consumers > 2 or tiles.blocks_per_sm > 1):
+    alike = features.mask_of_keys and not problem.range_mask
+    if features.key_mask and (tiles.blocks_per_sm > 1 or (tiles.consumers > 2 and not alike)):
         return tiles.consumer_registers - REGISTER_STEP
     # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
     # needs all registers that consumers can get.

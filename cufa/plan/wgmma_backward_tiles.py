@@ -8,13 +8,13 @@ from cufa.device import REGISTERS_PER_SM, Device
 from cufa.plan.head_parts import check_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
+    HEAD_TILE_LABEL_BYTES,
     LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     PANEL_COLS,
     REGISTER_STEP,
     SWIZZLE_BYTES,
-    TILE_LABEL_BYTES,
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
@@ -248,7 +248,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + tiles.stages * statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS + 2)
-        + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
+        + tiles.stages * HEAD_TILE_LABEL_BYTES * (problem.features.key_mask)
     )
     # S and dP, or dP and P rounded; or dS rounded and all dims of dQ; dK and dV
     scores = m if scores_together(problem) else m // 2 + m // 4
@@ -272,7 +272,7 @@ def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * statistics_bytes(tiles)
         + BARRIER_BYTES * ((9 + 3 * CONSUMERS) * tiles.stages + 2)
-        + tiles.stages * TILE_LABEL_BYTES * problem.features.key_mask
+        + tiles.stages * HEAD_TILE_LABEL_BYTES * problem.features.key_mask
     )
     # S or dP; dK and dV, where a warpgroup has the smaller part of one; a panel of dQ
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)

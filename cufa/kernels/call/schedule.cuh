@@ -197,10 +197,11 @@ struct TileOrder {
     }
 
     __device__ WorkTile in_order(unsigned int index) const {
-        const unsigned int section = min(index / (section_heads * of_head), sections - 1);
+        unsigned int section = index / (section_heads * of_head);
+        if (kRangeMask) section = min(section, sections - 1);  // others leave no rest
         const unsigned int first_head = section * section_heads;
-        const unsigned int in_section =
-            section == sections - 1 ? heads - first_head : section_heads;
+        const bool has_rest = kRangeMask && section == sections - 1;
+        const unsigned int in_section = has_rest ? heads - first_head : section_heads;
         const unsigned int place = index - first_head * of_head;
         const unsigned int head = first_head + place % in_section;
         const unsigned int number = place / in_section;

@@ -102,7 +102,7 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     ScoreRows ds[kStages][kConsumers];
     Statistics rows[kStages];
     KeyWork work[kKeyStages];
-    LabelledRing<kStages> ring;
+    LabelledRing<kStages, HeadTileLabel> ring;
     Ring<kStages> ds_ring;
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were

@@ -70,7 +70,7 @@ struct Smem : FromPartner<kClusterBlocks> {
     OutRows dout[kStages];
     ScoreRows p[kStages], ds[kStages];
     Statistics rows[kStages];
-    LabelledRing<kStages> q_ring;
+    LabelledRing<kStages, HeadTileLabel> q_ring;
     Ring<kStages> dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
     ptx::Barrier bias_full[kStages];  // for the bias, in the memory of P^T

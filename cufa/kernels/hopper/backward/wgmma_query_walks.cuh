@@ -134,7 +134,7 @@ struct SeenQueryWalk {
         cut = tiles.masked(tile) || seen_of(head).cuts(tile * BlockM, work.first_key);
         find_next();
     }
-    __device__ TileLabel label() const { return {head, tile, cut, next_head == heads_end}; }
+    __device__ HeadTileLabel label() const { return {head, tile, cut, next_head == heads_end}; }
 
   private:
     __device__ Seen seen_of(int head) const { return {parts, call, work.sequence(call), head}; }
@@ -149,10 +149,25 @@ struct SeenQueryWalk {
 
 // The walk of those who receive the tiles.
 template <class Tiles, int Stages>
-struct LabelledQueryWalk : LabelledTiles<Stages> {
+struct LabelledQueryWalk : LabelledTiles<Stages, HeadTileLabel> {
+    using Base = LabelledTiles<Stages, HeadTileLabel>;
     const Tiles& tiles;
+    int head, tile;
 
-    __device__ LabelledQueryWalk(LabelledRing<Stages>& ring, const RingPosition<Stages>& at,
-                                 const Tiles& tiles)
-        : LabelledTiles<Stages>(ring, at, tiles.begin >= tiles.end), tiles(tiles) {}
+    __device__ LabelledQueryWalk(LabelledRing<Stages, HeadTileLabel>& ring,
+                                 const RingPosition<Stages>& at, const Tiles& tiles)
+        : Base(ring, at, tiles.begin >= tiles.end), tiles(tiles) {
+        read();
+    }
+    __device__ void advance() {
+        Base::advance();
+        read();
+    }
+
+  private:
+    __device__ void read() {
+        if (this->ended) return;
+        head = this->label.head;
+        tile = this->label.tile();
+    }
 };

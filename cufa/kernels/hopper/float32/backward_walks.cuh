@@ -28,7 +28,7 @@ struct RangeWalk {
     }
     // For callers that know the first row, which takes long to compute.
     __device__ bool masked(int first_row) const { return tiles.masked(first_row); }
-    __device__ TileLabel label() const { return {}; }  // none is needed
+    __device__ HeadTileLabel label() const { return {}; }  // none is needed
 };
 
 // The same where a mask or a mask_mod hides some tiles, head by head, for the producers.
@@ -54,7 +54,7 @@ struct SeenWalk {
     __device__ void advance() { find(step); }
     __device__ int head() const { return at_head; }
     __device__ int first_row() const { return at_row; }
-    __device__ TileLabel label() const {
+    __device__ HeadTileLabel label() const {
         const bool cut = seen().cuts(at_row, work.first_key);
         return {at_head, at_row / kBlockM, tiles.masked(at_row, cut), false};
     }
@@ -74,24 +74,25 @@ struct SeenWalk {
     }
 };
 // The label after the last tile.
-__device__ inline TileLabel no_tile() {
+__device__ inline HeadTileLabel no_tile() {
     return {0, -1, false, true};
 }
 
 // The same for those who receive the tiles.
 struct LabelledWalk {
-    LabelledRing<kStages>& ring;
+    LabelledRing<kStages, HeadTileLabel>& ring;
     const RingPosition<kStages>& at;  // of the tile
-    TileLabel tile;
+    HeadTileLabel tile;
 
-    __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at)
+    __device__ LabelledWalk(LabelledRing<kStages, HeadTileLabel>& ring,
+                            const RingPosition<kStages>& at)
         : ring(ring), at(at) {
         advance();
     }
-    __device__ bool at_end() const { return tile.last; }
+    __device__ bool at_end() const { return tile.last(); }
     __device__ int head() const { return tile.head; }
-    __device__ int first_row() const { return tile.tile * kBlockM; }
-    __device__ bool masked(int) const { return tile.cut; }
+    __device__ int first_row() const { return tile.tile() * kBlockM; }
+    __device__ bool masked(int) const { return tile.cut(); }
     // Call it once `at` is the position of the next tile.
     __device__ void advance() {
         ring.wait_full(at);

@@ -37,7 +37,7 @@ struct Smem {
     SeeingRows seeing[kConsumers][kBlockN];
     float largest[kConsumers][kWarpgroup / 32];  // the largest score gradient of each warp
     Ring<kStages> q_rings[kConsumers];
-    LabelledRing<kStages> dout_rings[kConsumers];
+    LabelledRing<kStages, HeadTileLabel> dout_rings[kConsumers];
     ptx::Barrier keys_full;
 
     // In the memory of the tiles.

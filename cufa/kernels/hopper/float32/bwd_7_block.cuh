@@ -32,7 +32,7 @@ struct Smem {
     SeeingRows seeing[kBlockN];
     float largest[kComputingThreads / 32];  // the largest score gradient of each warp
     Ring<kStages> q_ring;
-    LabelledRing<kStages> dout_ring;
+    LabelledRing<kStages, HeadTileLabel> dout_ring;
     ptx::Barrier keys_full;
 
     __device__ void init() {

@@ -120,7 +120,7 @@ struct SeenWalk {
         const bool asks = kHidesKeys && !kShapedScores ? !seen.shows_any(first_row, key)
                                                        : seen.cuts(first_row, key);
         const bool masked = keys.masked(key, asks);
-        return {0, key / kBlockN, masked, next >= keys.end};
+        return {key / kBlockN, masked, next >= keys.end};
     }
 
   private:
@@ -132,5 +132,5 @@ struct LabelledWalk : LabelledTiles<kStages> {
     __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at,
                             const Keys& keys)
         : LabelledTiles(ring, at, keys.begin >= keys.end) {}
-    __device__ int first_key() const { return tile * kBlockN; }
+    __device__ int first_key() const { return label.tile() * kBlockN; }
 };

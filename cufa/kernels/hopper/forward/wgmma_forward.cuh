@@ -142,13 +142,13 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
     __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
         if constexpr (kSeenBits) row_bits = bits_of_row(work);
         TileLabel seen = receive_keys();
-        RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
-        while (!seen.last) {
+        RowPair softmax = first_weights(o, p, s, work, seen.tile(), seen.last(), seen.cut());
+        while (!seen.last()) {
             seen = receive_keys();
-            if (Self::kLoopsApart && !seen.cut) {
-                attend<false>(o, softmax, p, work, seen.tile, seen.last);
+            if (Self::kLoopsApart && !seen.cut()) {
+                attend<false>(o, softmax, p, work, seen.tile(), seen.last());
             } else {
-                attend<true>(o, softmax, p, work, seen.tile, seen.last, seen.cut);
+                attend<true>(o, softmax, p, work, seen.tile(), seen.last(), seen.cut());
             }
         }
         q_at.advance();

@@ -10,13 +10,12 @@
 struct SeenWalk {
     KeyRange keys;
     Seen seen;
-    int head, first_row, next;
+    int first_row, next;
     bool unsure = false;  // whether a row may have seen no key so far
 
     __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
         : keys(keys),
           seen(seen_parts(call), call, work.sequence(call), work.head),
-          head(work.head),
           first_row(work.first_row),
           next(seen_from(keys.end - 1)) {
         if (next < keys.begin) next = keys.end - 1;
@@ -33,7 +32,7 @@ struct SeenWalk {
         // Rows see a key of the last tile that the diagonal passes, unless a mask hides it; those
         // of a whole tile that is shown are seen by all.
         if constexpr (kKeyBits && kRangeMask) unsure = ends && (hides || next < tile - 1);
-        return {head, tile, cut, next < keys.begin};
+        return {tile, cut, next < keys.begin};
     }
 
   private:
@@ -180,16 +179,16 @@ __device__ inline void send_seen(const Sender<Smem>& sender, RingPosition<kQuery
                                  RingPosition<kStages>& at, RingPosition<1>& bias_at,
                                  const KeyRange& keys, const Ask& ask) {
     const auto key_of = [&](const TileLabel& label) {
-        return sender.sequence.first_k + label.tile * kBlockN;
+        return sender.sequence.first_k + label.tile() * kBlockN;
     };
     SeenWalk walk(sender.params.call, sender.work, keys);
     TileLabel label = walk.advance();
     KeyPages pages = sender.pages_from(key_of(label));
     sender.send_keys(at, pages, key_of(label), 0, label);
     sender.send_queries(q_at);
-    sender.send_bias(label.tile, bias_at);
+    sender.send_bias(label.tile(), bias_at);
     for (bool last = false; !last;) {
-        last = label.last;
+        last = label.last();
         RingPosition<kStages> after = at;
         after.advance();
         TileLabel label_after;
@@ -202,7 +201,7 @@ __device__ inline void send_seen(const Sender<Smem>& sender, RingPosition<kQuery
             sender.send_keys(after, pages_after, key_of(label_after), 0, label_after);
         }
         sender.send_values(at, pages, key_of(label), label);
-        if (!last) sender.send_bias(label_after.tile, bias_at);
+        if (!last) sender.send_bias(label_after.tile(), bias_at);
         at = after;
         label = label_after;
         pages = pages_after;
@@ -315,9 +314,9 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
             for (bool last = keys.none(); !last; at.advance()) {
                 value_ring(smem).wait_full(at);
                 const TileLabel seen = value_ring(smem).label_at(at);
-                handle(seen.cut, first, at);
+                handle(seen.cut(), first, at);
                 first = false;
-                last = seen.last;
+                last = seen.last();
             }
         } else {
             for (int left = keys.end - keys.begin; left > 0; --left) {

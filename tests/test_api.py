@@ -605,20 +605,20 @@ def test_the_longest_of_empty_sequences_has_no_tokens() -> None:
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert kernel_choice_of("forward", None, {"parts": size}, None) == (
+        assert kernel_choice_of("forward", None, {"key_parts": size}, None) == (
             None,
-            (("parts", 2),),
+            (("key_parts", 2),),
             None,
             False,
         )
     for size in (2.0, "2", None):
-        with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
-            kernel_choice_of("forward", None, {"parts": size}, None)
+        with pytest.raises(TypeError, match=f"^tiles has key_parts {size!r}; it must be an integer$"):
+            kernel_choice_of("forward", None, {"key_parts": size}, None)
 
 
 def test_flags_are_no_sizes() -> None:
-    with pytest.raises(TypeError, match=r"^tiles has parts True; it must be an integer$"):
-        kernel_choice_of("forward", None, {"parts": True}, None)
+    with pytest.raises(TypeError, match=r"^tiles has key_parts True; it must be an integer$"):
+        kernel_choice_of("forward", None, {"key_parts": True}, None)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:

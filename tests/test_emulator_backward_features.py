@@ -300,7 +300,7 @@ def test_tiles_that_a_mask_hides(rng, deterministic):
     [
         ("float16", TILES["bwd_3_mma"], (), {}),
         ("float16", TILES["bwd_3_mma"], ("window", "dbias"), {"deterministic": True}),
-        ("float16", TILES["bwd_3_mma"] | {"parts": 2}, ("seqused_k", "dsink"), {}),
+        ("float16", TILES["bwd_3_mma"] | {"head_parts": 2}, ("seqused_k", "dsink"), {}),
         ("bfloat16", SHARED_ROWS, ("seqused_k", "dropout"), {"deterministic": True}),
         ("bfloat16", ONE_STAGE, ("packed",), {"max_seqlen_k": 32}),
         ("bfloat16", WHOLE_HEADS, ("dsink", "softcap"), {}),
@@ -366,7 +366,7 @@ def test_warps_of_eight_columns(rng, deterministic):
 def test_heads_that_share_keys_in_parts(rng, dtype, tiles, features, deterministic):
     lengths = {"seqlen_q": 40, "seqlen_k": 90, "heads": 4, "kv_heads": 1, "head_dim": 24, "head_dim_v": 13}
     case = cases.draw_case(rng, dtype, features, **lengths)
-    check("bwd_3_mma", case, tiles={**tiles, "parts": 2}, deterministic=deterministic)
+    check("bwd_3_mma", case, tiles={**tiles, "head_parts": 2}, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(

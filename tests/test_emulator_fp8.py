@@ -176,7 +176,7 @@ IN_PARTS = [
 @pytest.mark.parametrize(("dims", "lengths", "causal", "transposes", "parts"), IN_PARTS)
 def test_keys_in_parts(rng, dims, lengths, causal, transposes, parts):
     problem = draw(rng, *lengths, dims=dims)
-    options = {"causal": causal, "tiles": {"parts": parts}}
+    options = {"causal": causal, "tiles": {"key_parts": parts}}
     descales = random_descales(rng, 1, 1)
     for nan_at in ((), (10, lengths[1] - lengths[0] // 2, lengths[1] - 1)):
         for key in nan_at:
@@ -193,7 +193,7 @@ def test_keys_in_parts(rng, dims, lengths, causal, transposes, parts):
 )
 def test_keys_in_parts_whose_number_is_not_known(rng, dims, parts, features):
     sizes = {"seqlen_q": 150, "seqlen_k": 500, "head_dim": dims[0], "head_dim_v": dims[1]}
-    check_features(rng, features, sizes, tiles={"parts": parts})
+    check_features(rng, features, sizes, tiles={"key_parts": parts})
 
 
 def test_groups_batches_and_strides(rng):

@@ -1091,11 +1091,11 @@ def test_ways_of_adding(rng, kernel, dims, way):
 # other keys, and fewer of them than parts.
 ROWS_IN_PARTS = [
     ("bwd_4_wgmma", (64, 64), (300, 300), True, {"row_parts": 2}),
-    ("bwd_4_wgmma", (128, 128), (70, 400), False, {"row_parts": 2, "parts": 2}),
+    ("bwd_4_wgmma", (128, 128), (70, 400), False, {"row_parts": 2, "head_parts": 2}),
     ("bwd_4_wgmma", (128, 128), (700, 300), True, {"row_parts": 3}),
     ("bwd_4_wgmma", (64, 64), (40, 100), False, {"row_parts": 3}),
     # The turn for one tile of queries is asked for again and again.
-    ("bwd_4_wgmma", (64, 80), (4, 600), False, {"row_parts": 2, "parts": 2}),
+    ("bwd_4_wgmma", (64, 80), (4, 600), False, {"row_parts": 2, "head_parts": 2}),
     ("bwd_5_wgmma_wide", (192, 192), (300, 200), True, {"row_parts": 2}),
     ("bwd_5_wgmma_wide", (264, 72), (300, 200), True, {"row_parts": 2}),
 ]
@@ -1173,7 +1173,7 @@ IN_PARTS = [
 @pytest.mark.parametrize(("dims", "lengths", "causal", "parts"), IN_PARTS)
 def test_keys_in_parts(rng, dims, lengths, causal, parts):
     problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=2, heads=2, kv_heads=1)
-    options = {"tiles": {"parts": parts}, "device": SMALL_DEVICE}
+    options = {"tiles": {"key_parts": parts}, "device": SMALL_DEVICE}
     first = run(FORWARD, problem, causal, **options)
     for now, expected in zip(run(FORWARD, problem, causal, **options, checked=False), first, strict=True):
         np.testing.assert_array_equal(now, expected)
@@ -1195,6 +1195,6 @@ def test_parts_that_are_joined_before_they_are_there(rng, tmp_path, right, wrong
     folder = planted(tmp_path, "key_parts.cuh", right, wrong)
     # Under a causal mask all tiles have parts.
     problem = draw(rng, "bfloat16", 100, 700, dims=(64, 64), batch=1, heads=16, kv_heads=1)
-    options = {"tiles": {"parts": 2}, "device": SMALL_DEVICE}
+    options = {"tiles": {"key_parts": 2}, "device": SMALL_DEVICE}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace"):
         run(FORWARD, problem, True, **options, folder=folder)

@@ -308,11 +308,11 @@ def test_gradients_under_a_mask_of_many_tiles_of_keys(rng):
 NO_CACHE = dataclasses.replace(DEVICE, sm_count=1, l2_bytes=0)
 WAYS_OF_ADDING = [
     ("kAlone", dataclasses.replace(DEVICE, sm_count=1), None, ()),
-    ("kAsTheyCome", dataclasses.replace(DEVICE, sm_count=64), {"parts": 2}, ()),
+    ("kAsTheyCome", dataclasses.replace(DEVICE, sm_count=64), {"head_parts": 2}, ()),
     ("kAfterFirst", NO_CACHE, None, ("seqused_k",)),
     ("kInOrder", NO_CACHE, None, ("deterministic", "causal")),
     ("kInOrder", NO_CACHE, None, ("deterministic", "window")),
-    ("kInOrder", NO_CACHE, {"parts": 2}, ("deterministic", "packed")),
+    ("kInOrder", NO_CACHE, {"head_parts": 2}, ("deterministic", "packed")),
 ]
 
 
@@ -354,16 +354,21 @@ def test_gradients_under_a_mask_of_the_keys_of_each_head(rng):
 # The heads that share keys, and rows that see them, in parts: where dQ is added from registers, by copies and
 # by two warpgroups for a part of the dims each; sequences packed, with unused keys, and of one length.
 PARTED = [
-    ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse", "dropout"}),
-    ("bwd_4_wgmma", (72, 128), {"parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
-    ("bwd_5_wgmma_wide", (72, 136), {"parts": 2}, {"packed", "window", "deterministic"}),
-    ("bwd_5_wgmma_wide", (192, 192), {"parts": 2}, {"seqused_k", "mask", "dsink"}),
-    ("bwd_4_wgmma", (64, 64), {"parts": 2, "row_parts": 2}, {"packed", "causal", "deterministic"}),
+    ("bwd_4_wgmma", (64, 40), {"head_parts": 4}, {"packed", "seqused_k", "causal", "dlse", "dropout"}),
+    ("bwd_4_wgmma", (72, 128), {"head_parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
+    ("bwd_5_wgmma_wide", (72, 136), {"head_parts": 2}, {"packed", "window", "deterministic"}),
+    ("bwd_5_wgmma_wide", (192, 192), {"head_parts": 2}, {"seqused_k", "mask", "dsink"}),
+    ("bwd_4_wgmma", (64, 64), {"head_parts": 2, "row_parts": 2}, {"packed", "causal", "deterministic"}),
     ("bwd_4_wgmma", (128, 96), {"row_parts": 3}, {"mask", "causal", "dlse", "dsink"}),
-    ("bwd_5_wgmma_wide", (136, 192), {"parts": 4, "row_parts": 2}, {"window", "alibi_slopes", "dropout"}),
-    ("bwd_5_wgmma_wide", (328, 264), {"parts": 2, "row_parts": 2}, {"packed", "causal"}),
-    ("bwd_8_wgmma_pair", (256, 192), {"parts": 2, "row_parts": 2}, {"packed", "causal", "dsink"}),
-    ("bwd_8_wgmma_pair", (72, 136), {"parts": 4}, {"window", "alibi_slopes", "dlse", "deterministic"}),
+    (
+        "bwd_5_wgmma_wide",
+        (136, 192),
+        {"head_parts": 4, "row_parts": 2},
+        {"window", "alibi_slopes", "dropout"},
+    ),
+    ("bwd_5_wgmma_wide", (328, 264), {"head_parts": 2, "row_parts": 2}, {"packed", "causal"}),
+    ("bwd_8_wgmma_pair", (256, 192), {"head_parts": 2, "row_parts": 2}, {"packed", "causal", "dsink"}),
+    ("bwd_8_wgmma_pair", (72, 136), {"head_parts": 4}, {"window", "alibi_slopes", "dlse", "deterministic"}),
 ]
 
 
@@ -438,7 +443,7 @@ def test_keys_in_parts(rng, dims, parts, features):
     for hidden in (False, True):
         if hidden:
             hide_nan(case)
-        options = {"kernel": "fwd_6_wgmma", "tiles": {"parts": parts}, "device": DEVICE}
+        options = {"kernel": "fwd_6_wgmma", "tiles": {"key_parts": parts}, "device": DEVICE}
         inputs = case.problem.q, case.problem.k, case.problem.v
         with np.errstate(invalid="ignore"):
             out, lse = calls.attention(*inputs, **options, **case.emulator_forward)

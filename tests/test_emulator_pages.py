@@ -6,8 +6,8 @@ from feature_cases import draw_case, in_pages
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
-SPLIT_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
-TEAM_TILES = {"block_m": 64, "block_n": 64, "threads": 128, "stages": 2, "splits": 1}
+SPLIT_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "key_parts": 2}
+TEAM_TILES = {"block_m": 64, "block_n": 64, "threads": 128, "stages": 2, "key_parts": 1}
 MMA_TILES = {"block_m": 32, "block_n": 16, "threads": 64}
 CORE_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8}
 SIZES = {"heads": 6, "kv_heads": 2, "head_dim": 24, "head_dim_v": 40}

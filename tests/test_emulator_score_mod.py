@@ -190,7 +190,7 @@ def test_hopper_forward(rng, mods, features, functions, block_n):
     ("features", "functions", "tiles"),
     [
         ((), ("by_distance",), few.OWN_TILES),
-        (("packed", "causal"), ("by_distance",), few.OWN_TILES | {"splits": 1, "shares": 7}),
+        (("packed", "causal"), ("by_distance",), few.OWN_TILES | {"key_parts": 1, "shares": 7}),
         (("packed", "causal", "bias"), ("shape_score", "see_documents"), few.WIDE_TILES),
         (("seqused_k", "sink", "mask"), ("see_documents",), few.SHARED_TILES),
         (("window", "softcap", "bias"), ("add_distance",), few.COLUMN_TILES),
@@ -222,7 +222,7 @@ def test_few_queries_of_8_bits(rng):
     assert_float8(out, lse, case.problem, descales, **case.forward)
 
 
-@pytest.mark.parametrize("parts", [{"splits": 2}, {"splits": 1, "shares": 3}], ids=str)
+@pytest.mark.parametrize("parts", [{"key_parts": 2}, {"key_parts": 1, "shares": 3}], ids=str)
 @pytest.mark.parametrize("features", [("seqused_k",), ("packed",)], ids=str)
 def test_few_queries_of_a_sequence_without_keys(rng, features, parts):
     """The function is not asked about its keys: there are none."""

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
 KERNEL = "fwd_8_split_kv"
 # Warps that each have tiles of their own, and warps that share them.
-OWN_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
-SHARED_TILES = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 2, "splits": 1}
+OWN_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "key_parts": 2}
+SHARED_TILES = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 2, "key_parts": 1}
 # Warps that divide the columns of the output.
-COLUMN_TILES = {"block_m": 16, "block_n": 16, "threads": 128, "stages": 2, "splits": 2, "column_warps": 2}
+COLUMN_TILES = {"block_m": 16, "block_n": 16, "threads": 128, "stages": 2, "key_parts": 2, "column_warps": 2}
 # Warps with two 16-row tiles each.
-WIDE_TILES = {"block_m": 128, "block_n": 16, "threads": 128, "stages": 2, "splits": 2}
+WIDE_TILES = {"block_m": 128, "block_n": 16, "threads": 128, "stages": 2, "key_parts": 2}
 HEADS = {**SIZES, "heads": 6, "kv_heads": 2}
 ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 PAGED = ("causal", "softcap", "block_table")
@@ -31,11 +31,11 @@ def check(case, tiles, **options):
     return check_forward(case, KERNEL, tiles, **options)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 9])
-def test_masks_and_lengths(rng, splits):
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_masks_and_lengths(rng, parts):
     for lengths in [(1, 200), (7, 53), (53, 7), (40, 1), (0, 5), (5, 0)]:
         case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
-        check(case, OWN_TILES | {"splits": splits})
+        check(case, OWN_TILES | {"key_parts": parts})
 
 
 @pytest.mark.parametrize("shares", [2, 7, 300])
@@ -44,7 +44,7 @@ def test_keys_shared_out(rng, shares):
     lengths = [(1, 200), (7, 53), (40, 1), (0, 5), (5, 0)] if shares < 300 else [(1, 200)]
     for seqlen_q, seqlen_k in lengths:
         case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **HEADS)
-        check(case, OWN_TILES | {"splits": 1, "shares": shares})
+        check(case, OWN_TILES | {"key_parts": 1, "shares": shares})
 
 
 def test_shares_of_many_sequences(rng):
@@ -63,7 +63,7 @@ def test_nan_shows_where_it_is_seen(rng, bad):
         case.arrays[f"cu_seqlens_{name}"][:] = case.arrays[f"cu_seqlens_{name}"][0] + [0, 0, length]
     case.arrays["seqused_k"][:] = 80
     case.problem.v[case.arrays["cu_seqlens_k"][0] + 60] = bad
-    for tiles in (OWN_TILES, WIDE_TILES, OWN_TILES | {"splits": 1, "shares": 3}):
+    for tiles in (OWN_TILES, WIDE_TILES, OWN_TILES | {"key_parts": 1, "shares": 3}):
         out = check(case, tiles)
         assert not np.isfinite(out).all()
         assert np.isfinite(out).any()
@@ -97,7 +97,7 @@ def test_masks_whose_rows_lie_in_sixteens(rng, seqlen_k, features):
     case = draw_case(rng, "bfloat16", features, seqlen_q=21, seqlen_k=seqlen_k, **HEADS)
     check(case, OWN_TILES)
     check(case, SHARED_TILES | {"block_n": 64})
-    check(case, WIDE_TILES | {"block_n": 32, "splits": 1, "shares": 5})
+    check(case, WIDE_TILES | {"block_n": 32, "key_parts": 1, "shares": 5})
 
 
 def test_odd_dims(rng):
@@ -111,7 +111,7 @@ def test_odd_dims(rng):
     [
         ((32, 64), COLUMN_TILES),
         ((24, 40), COLUMN_TILES | {"block_m": 32}),  # the last warp's columns are padding in part
-        ((16, 33), COLUMN_TILES | {"threads": 256, "column_warps": 4, "splits": 1, "shares": 3}),
+        ((16, 33), COLUMN_TILES | {"threads": 256, "column_warps": 4, "key_parts": 1, "shares": 3}),
         ((32, 64), COLUMN_TILES | {"block_m": 128, "threads": 256}),
     ],
 )
@@ -156,8 +156,8 @@ def test_wide_heads(rng, dims, dtype):
         ((64, 64), OWN_TILES, PAGED),
         ((64, 40), SHARED_TILES, ("mask", "sink")),
         # Rows that are copied element by element.
-        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}, PAGED),
-        ((33, 33), OWN_TILES | {"splits": 1, "shares": 3}, ("mask", "sink")),
+        ((33, 33), OWN_TILES | {"key_parts": 1, "shares": 3}, PAGED),
+        ((33, 33), OWN_TILES | {"key_parts": 1, "shares": 3}, ("mask", "sink")),
         ((48, 16), WIDE_TILES, ALL_MASKS),
         ((40, 24), COLUMN_TILES, PAGED),
         ((128, 96), COLUMN_TILES, ("mask", "sink")),

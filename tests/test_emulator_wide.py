@@ -133,11 +133,11 @@ def check_latents(case, descales, tiles=None, **options):
         ((576, 512), "bfloat16", ("causal", "seqused_k"), {"block_n": 32, "stages": 3}),
         ((576, 512), "float16", ("causal", "softcap", "block_table"), {"block_n": 64, "stages": 2}),
         ((272, 264), "float16", ("window", "packed"), {"block_n": 32}),
-        ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "parts": 3}),
+        ((320, 320), "bfloat16", ("sink", "seqused_k"), {"block_n": 32, "key_parts": 3}),
         ((272, 256), "float16", ("softcap", "seqused_k"), {"block_n": 32, "shares": 3}),
         ((320, 320), FLOAT8, ("block_table", "seqused_k"), {"block_n": 32, "shares": 5}),
         ((576, 512), FLOAT8, ("causal", "packed"), {"block_n": 64, "stages": 2}),
-        ((336, 320), FLOAT8, ("alibi_slopes", "block_table"), {"block_n": 32, "parts": 2}),
+        ((336, 320), FLOAT8, ("alibi_slopes", "block_table"), {"block_n": 32, "key_parts": 2}),
     ],
 )
 def test_latents_in_8_bits(rng, dims, dtype, features, tiles):
@@ -200,7 +200,7 @@ def test_parts_of_keys(rng, parts, dims, sets):
     """Few and many, which a launch of their own merges; some tiles see fewer tiles of keys than parts."""
     for features in sets:
         case = draw_case(rng, "float16", features, seqlen_q=100, seqlen_k=230, **sizes_of(dims))
-        check(case, {"block_n": 32, "parts": parts}, device=SMALL_DEVICE)
+        check(case, {"block_n": 32, "key_parts": parts}, device=SMALL_DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_warps_wait_for_each_others_parts(rng, tmp_path):
     folder = planted(tmp_path, "merged_parts.cuh", "= merged; __syncthreads();", "= merged;")
     case = draw_case(rng, "float16", (), seqlen_q=100, seqlen_k=230, **sizes_of((512, 512)))
     with pytest.raises(EmulatorError, match=r"race|no thread has written"):
-        check(case, {"block_n": 32, "parts": 6}, device=SMALL_DEVICE, folder=folder)
+        check(case, {"block_n": 32, "key_parts": 6}, device=SMALL_DEVICE, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_heads_of_few_queries_are_rows(rng, features, heads, seqlen_q, seqlen_k)
         case = replace(case, problem=replace(case.problem, v=case.problem.k[..., :256]))
         check(case, device=SMALL_DEVICE)
     if "seqused_k" not in features and seqlen_k > 100:
-        check(case, {"parts": 2}, device=SMALL_DEVICE)
+        check(case, {"key_parts": 2}, device=SMALL_DEVICE)
 
 
 ALL_MEET = "ptx::named_barrier_sync<2 * kWarpgroup>(kAllConsumers);"

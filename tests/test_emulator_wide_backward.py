@@ -107,7 +107,8 @@ def test_gradients_of_arrays(rng, kernel, dtype, tiles):
 @pytest.mark.parametrize(("tiles", "parts"), [(WIDE_MMA, 2), (NARROWEST_MMA, 4)], ids=name_of)
 def test_parts_of_heads(rng, tiles, parts):
     sizes = {"seqlen_q": 70, "seqlen_k": 45, **sizes_of((257, 300), heads=4)}
-    check("bwd_3_mma", cases.draw_case(rng, "bfloat16", ("causal",), **sizes), tiles=tiles | {"parts": parts})
+    case = cases.draw_case(rng, "bfloat16", ("causal",), **sizes)
+    check("bwd_3_mma", case, tiles=tiles | {"head_parts": parts})
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "tiles"), UNLIKE, ids=name_of)

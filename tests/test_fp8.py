@@ -106,7 +106,7 @@ def test_features_with_transposed_values_spill_nothing(features):
 def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, causal, parts):
     call = replace(problem(causal=causal, seqlen=seqlen), batch=batch, heads=heads, kv_heads=heads)
     plan = make_plan(call, H200)
-    assert plan.tiles["parts"] == parts
+    assert plan.tiles["key_parts"] == parts
     assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
 
 
@@ -138,7 +138,7 @@ def test_no_spill_in_parts(head_dim, tiles):
     causal = PARTED[head_dim, tiles]
     transposes = isinstance(tiles, TransposedTiles)
     call = problem(head_dim, causal=causal, transposed_values=transposes, softcap=causal, sink=True)
-    plan = make_plan(call, H200, NAME, asdict(replace(tiles, parts=2)))
+    plan = make_plan(call, H200, NAME, asdict(replace(tiles, key_parts=2)))
     assert jit.build(plan.variant).warnings == ()
 
 

@@ -248,7 +248,7 @@ def test_heads_that_share_keys_in_parts(cupy, rng, dtype, parts, features):
         forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
         out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
         for deterministic in (False, True):
-            options = {"deterministic": deterministic, "kernel": "bwd_3_mma", "tiles": {"parts": parts}}
+            options = {"deterministic": deterministic, "kernel": "bwd_3_mma", "tiles": {"head_parts": parts}}
             gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, **options)
             with np.errstate(invalid="ignore"):
                 assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)

@@ -71,7 +71,7 @@ def test_keys_in_parts(cupy, rng, dims, causal, transposes):
         problem = draw(rng, *lengths, dims=dims, batch=1)
         problem.v[0, lengths[1] // 2, 1, 5] = np.nan
         problem = with_values_transposed(problem) if transposes else problem
-        run(cupy, problem, random_descales(rng, 1, 2), causal=causal, tiles={"parts": parts})
+        run(cupy, problem, random_descales(rng, 1, 2), causal=causal, tiles={"key_parts": parts})
 
 
 def test_descales_of_packed_sequences(cupy, rng):

@@ -143,7 +143,7 @@ SAME_BITS = {
         Step, batch=1, seqlen=4000, heads=4, kv_heads=2, head_dim=128, causal=True
     ),
     "packed, keys in parts": partial(
-        PACKED, heads=2, kv_heads=1, head_dim=128, lengths=[3000, 0, 2000], tiles={"parts": 3}
+        PACKED, heads=2, kv_heads=1, head_dim=128, lengths=[3000, 0, 2000], tiles={"key_parts": 3}
     ),
     "packed": partial(
         PACKED, heads=32, kv_heads=8, head_dim=64, lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64]
@@ -175,7 +175,7 @@ def test_keys_in_parts(cupy, head_dim, causal):
         q, k, v, _ = on_gpu(problem)
         sink = rng.standard_normal(4).astype(np.float32)
         options = {"causal": causal, "softcap": 20.0}
-        rung = {"kernel": FORWARD, "tiles": {"parts": parts}}
+        rung = {"kernel": FORWARD, "tiles": {"key_parts": parts}}
         out, lse = cufa.attention(q, k, v, return_lse=True, sink=cupy.asarray(sink), **options, **rung)
         assert_attention(out.get(), lse.get(), problem, sink=sink, **options)
 
@@ -336,8 +336,8 @@ def test_heads_in_parts(cupy, head_dim, parts, causal):
         cufa.attention_backward, dout, q, k, v, out, lse, causal=causal, kernel=backward_for(head_dim)
     )
     chosen = cufa.plan(q, k, v, causal=causal, backward=True, kernel=backward_for(head_dim))
-    assert chosen.tiles["parts"] > 1
-    for tiles in (None, {"parts": parts}, {"parts": parts, "row_parts": 2}, {"row_parts": 3}):
+    assert chosen.tiles["head_parts"] > 1
+    for tiles in (None, {"head_parts": parts}, {"head_parts": parts, "row_parts": 2}, {"row_parts": 3}):
         gradients = backward(tiles=tiles)
         assert_gradients(tuple(x.get() for x in gradients), problem, causal=causal)
         first, second = (backward(tiles=tiles, deterministic=True) for _ in range(2))

@@ -62,7 +62,7 @@ def test_keys_in_parts(cupy, rng, dims, packed):
     sizes = {"head_dim": dims[0], "head_dim_v": dims[1], "batch": 2}
     for features in (("causal", "seqused_k", "sink"), ("softcap",)):
         features += ("packed",) * packed
-        for tiles in (None, {"parts": 2}, {"parts": 4}):
+        for tiles in (None, {"key_parts": 2}, {"key_parts": 4}):
             options = {"kernel": "fwd_6_wgmma", "tiles": tiles}
             check_forward(cupy, draw(rng, "bfloat16", features, (300, 5000), 16, **sizes), **options)
             lengths = {"seqlen_q": 300, "seqlen_k": 5000}

@@ -142,7 +142,7 @@ def test_lookups_by_distance(cupy, rng, forward, backward, dtype, head_dim, feat
     check(cupy, case, {"score_mod": by_distance(rng, **lengths)}, forward, backward)
 
 
-@pytest.mark.parametrize("parts", [{"splits": 1}, {"splits": 5}, {"shares": 37}], ids=str)
+@pytest.mark.parametrize("parts", [{"key_parts": 1}, {"key_parts": 5}, {"shares": 37}], ids=str)
 @pytest.mark.parametrize(
     ("shape", "features"),
     [

@@ -63,7 +63,7 @@ def draw(rng, shape, features, dtype="float16"):
 def test_few_queries(cupy, rng, shape, offset):
     place = SHAPES.index(shape)
     features, dtype = FEATURES[(place + 2 * offset) % len(FEATURES)], ("float16", "bfloat16")[place % 2]
-    for parts in ({"splits": 1}, {"splits": 5}, {"shares": 37}):
+    for parts in ({"key_parts": 1}, {"key_parts": 5}, {"shares": 37}):
         check_forward(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=parts)
 
 
@@ -74,7 +74,7 @@ def test_few_queries(cupy, rng, shape, offset):
 def test_masks_whose_rows_lie_in_sixteens(cupy, rng, shape, mask):
     for features in (("causal", "sink"), ("packed", "seqused_k")):
         case = draw(rng, shape, (*features, mask))
-        for parts in ({"splits": 1}, {"splits": 5}, {"shares": 37}):
+        for parts in ({"key_parts": 1}, {"key_parts": 5}, {"shares": 37}):
             check_forward(cupy, case, kernel=KERNEL, tiles=parts)
 
 
@@ -83,8 +83,8 @@ def test_masks_whose_rows_lie_in_sixteens(cupy, rng, shape, mask):
     [
         {"block_m": 16, "block_n": 64, "threads": 64, "stages": 2},
         {"block_m": 32, "block_n": 16, "threads": 256, "stages": 4},
-        {"block_m": 64, "block_n": 32, "threads": 256, "stages": 3, "splits": 200},
-        {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "splits": 3},
+        {"block_m": 64, "block_n": 32, "threads": 256, "stages": 3, "key_parts": 200},
+        {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "key_parts": 3},
         {"block_m": 16, "block_n": 16, "threads": 128, "stages": 3, "shares": 2},
         {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "shares": 1000},
     ],
@@ -111,7 +111,7 @@ def test_what_is_chosen_for_a_chunk_of_a_prompt(cupy, rng, features):
     q, k, v, _ = tensors(cupy, case)
     plan = cufa.plan(q, k, v, **on_gpu(cupy, case.forward))
     assert plan.kernel == KERNEL
-    assert max(plan.tiles["splits"], plan.tiles["shares"]) > 1
+    assert max(plan.tiles["key_parts"], plan.tiles["shares"]) > 1
     check_forward(cupy, case)
 
 
@@ -164,7 +164,7 @@ def test_8_bits(cupy, rng, dtype, place):
     problem, descales = case.problem, descales_of(rng, case, names)
     side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
     arrays = on_gpu_in_8_bits(cupy, problem)
-    for tiles in (None, {"splits": 5}, {"shares": 37}):
+    for tiles in (None, {"key_parts": 5}, {"shares": 37}):
         out, lse = cufa.attention(
             *arrays, return_lse=True, kernel=KERNEL, tiles=tiles, **case.numbers, **side
         )
@@ -219,7 +219,7 @@ def test_what_follows_sees_the_output_where_nothing_is_merged(cupy):
 def test_workspace_and_graph(cupy, rng):
     case, other = (draw(rng, SHAPES[0], ("causal",)) for _ in range(2))
     q, k, v, _ = tensors(cupy, case)
-    options = {"causal": True, "kernel": KERNEL, "tiles": {"splits": 7}}
+    options = {"causal": True, "kernel": KERNEL, "tiles": {"key_parts": 7}}
     needed = cufa.plan(q, k, v, **options).workspace_bytes
     workspace = cupy.full(needed, 0xFF, np.uint8)
     out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))

@@ -50,7 +50,7 @@ def test_every_repeat_gives_the_same_bits(cupy, rng, dims, features):
 )
 def test_parts_of_keys(cupy, rng, parts, features):
     case = draw(rng, features, seqlen_q=300, seqlen_k=3000)
-    check_forward(cupy, case, kernel=KERNEL, tiles={"parts": parts})
+    check_forward(cupy, case, kernel=KERNEL, tiles={"key_parts": parts})
 
 
 @pytest.mark.parametrize("lengths", [(7, 2000), (40, 300)])
@@ -110,12 +110,12 @@ def test_values_that_are_the_beginnings_of_keys(cupy, rng, dims, features):
 @pytest.mark.parametrize(
     ("dtype", "heads", "lengths", "features", "tiles"),
     [
-        ("bfloat16", 128, (1, 3000), (), {"parts": 3}),
+        ("bfloat16", 128, (1, 3000), (), {"key_parts": 3}),
         ("bfloat16", 128, (3, 700), ("causal", "seqused_k"), {}),
         ("float16", 6, (300, 900), ("causal", "packed"), {}),
         ("float16", 6, (500, 1300), ("window", "softcap"), {}),
-        ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), {"parts": 5}),
-        (FLOAT8, 128, (1, 3000), ("block_table",), {"parts": 3}),
+        ("bfloat16", 64, (1, 2000), ("seqused_k", "block_table"), {"key_parts": 5}),
+        (FLOAT8, 128, (1, 3000), ("block_table",), {"key_parts": 3}),
         (FLOAT8, 128, (3, 3000), ("block_table", "seqused_k"), {"shares": 20}),
         ("bfloat16", 128, (2, 900), ("causal", "seqused_k"), {"shares": 30}),
         (FLOAT8, 6, (300, 900), ("causal", "alibi_slopes"), {}),

@@ -425,26 +425,26 @@ def test_one_launch_appends_keys_and_values_of_one_dtype_alone(machine, rng, of_
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):
     problem = random_problem(rng, "float16", seqlen_q=1, seqlen_k=500, heads=8, kv_heads=2)
     q, k, v, _ = map(machine.array, vars(problem).values())
-    options = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 3}, "return_lse": True}
+    options = {"kernel": "fwd_8_split_kv", "tiles": {"key_parts": 3}, "return_lse": True}
     out, lse = cufa.attention(q, k, v, **options)
     assert_attention(host(out), host(lse), problem, causal=False)
-    assert machine.launched == ["fwd_8_split_kv", "merge_splits"]
-    assert machine.overlapping == ["merge_splits"]
+    assert machine.launched == ["fwd_8_split_kv", "merge_parts"]
+    assert machine.overlapping == ["merge_parts"]
 
     def refuse(*_):
         raise DriverError("CUDA_ERROR_INVALID_VALUE")
 
     monkeypatch.setattr(driver, "launch", refuse)
-    with pytest.raises(launch.LaunchError, match=r"merge_splits .* 256 threads .*CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(launch.LaunchError, match=r"merge_parts .* 256 threads .*CUDA_ERROR_INVALID_VALUE"):
         cufa.attention(q, k, v, **options)
 
 
-@pytest.mark.parametrize("entry", ["fwd_8_split_kv", "merge_splits"])
+@pytest.mark.parametrize("entry", ["fwd_8_split_kv", "merge_parts"])
 def test_the_first_launch_of_a_thread(machine, rng, monkeypatch, entry):
     """It may have no context yet. One is asked for once; then the launch is refused or not."""
     problem = random_problem(rng, "float16", seqlen_q=1, seqlen_k=500, heads=8, kv_heads=2)
     q, k, v, _ = map(machine.array, vars(problem).values())
-    options = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 3}}
+    options = {"kernel": "fwd_8_split_kv", "tiles": {"key_parts": 3}}
     asked, has_context = [], False
 
     def get_context():
@@ -461,7 +461,7 @@ def test_the_first_launch_of_a_thread(machine, rng, monkeypatch, entry):
         return launch_if_there_is_one
 
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", get_context)
-    if entry == "merge_splits":
+    if entry == "merge_parts":
         monkeypatch.setattr(driver, "launch", checked(machine.launch_with, DriverError))
     else:
         monkeypatch.setattr(cupy.cuda.driver, "launchKernel", checked(machine.launch_kernel, RuntimeError))
@@ -472,7 +472,7 @@ def test_the_first_launch_of_a_thread(machine, rng, monkeypatch, entry):
     asked.clear()
     gets_one = True
     assert_attention(host(cufa.attention(q, k, v, **options)), None, problem, causal=False)
-    assert machine.launched == ["fwd_8_split_kv", "merge_splits"]
+    assert machine.launched == ["fwd_8_split_kv", "merge_parts"]
     assert asked == [machine.launched.index(entry)]
 
 
@@ -555,7 +555,7 @@ def test_a_workspace_that_cannot_be_used_is_refused_before_anything_is_compiled(
     v = np.asfortranarray(problem.v)  # it would be copied
     arrays = problem.q, problem.k, v, problem.dout, np.zeros_like(problem.q), np.zeros((2, 2, 70), np.float32)
     q, k, v, dout, out, lse = map(machine.array, arrays)
-    in_parts = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 2}}
+    in_parts = {"kernel": "fwd_8_split_kv", "tiles": {"key_parts": 2}}
     needed = cufa.plan(q, k, v, **in_parts).workspace_bytes
     backward_needed = cufa.plan(q, k, v, backward=True).workspace_bytes
     memory = machine.allocate(2 * needed + backward_needed)

@@ -38,9 +38,9 @@ def test_long_prompts_beside_decoding_from_large_caches(batch, keys, prompts):
 @pytest.mark.parametrize(
     ("tokens", "batch", "keys", "launches"),
     [
-        (1024 + 63, 64, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_splits"]),
+        (1024 + 63, 64, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_parts"]),
         (512 + 255, 256, 2048, ["fwd_8_split_kv", "fwd_6_wgmma"]),
-        (4096 + 15, 16, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_splits"]),
+        (4096 + 15, 16, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_parts"]),
     ],
 )
 def test_prompts_beside_decoding_get_two_kernels(tokens, batch, keys, launches):
@@ -116,12 +116,12 @@ def test_how_many_have_many_queries_if_the_longest_is_known():
 def test_tiles_are_the_fastest_without_parts_of_keys():
     few_heads = call(1000, 4, 2000, heads=8, kv_heads=1, head_dim=64, value_dim=64, causal=False)
     known_lengths = mixed.alike(few_heads, 1, 997)
-    assert fwd_6_tiles.fastest_tiles(known_lengths, H200, frozenset())[0].parts > 1
+    assert fwd_6_tiles.fastest_tiles(known_lengths, H200, frozenset())[0].key_parts > 1
     many = mixed.mix_of(few_heads, H200).many
     beside = replace(many, features=replace(many.features, least_queries=mixed.MANY_QUERIES))
     expected, _ = fwd_6_tiles.fastest_tiles(beside, H200, frozenset())
     assert make_plan(few_heads, H200).beside.tiles == sizes_of(expected)
-    assert expected.parts == 1
+    assert expected.key_parts == 1
 
 
 def test_who_asks_for_a_kernel_or_tiles_gets_one():
@@ -141,7 +141,7 @@ def test_many_blocks_or_half_of_the_sms():
 def test_keys_of_few_sequences_are_not_split_beside_another_launch():
     plan = make_plan(call(513, 2, 2048), H200)
     assert plan.beside is not None
-    assert plan.tiles["splits"] == 1
+    assert plan.tiles["key_parts"] == 1
 
 
 @pytest.mark.sampled(3)

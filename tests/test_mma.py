@@ -137,7 +137,7 @@ def test_few_queries_for_each_of_the_warps_that_share_keys(dtype):
     for block_m in (32, 16):
         chosen = {**tiles, "block_m": block_m}
         plan = make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", chosen)
-        assert plan.tiles == {**chosen, "parts": 1}
+        assert plan.tiles == {**chosen, "head_parts": 1}
         assert jit.build(plan.variant).resources
     with pytest.raises(ValueError, match=r"block_m must be a multiple of split \* 8, or 16 with split 4"):
         make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", {**tiles, "block_m": 48})
@@ -243,13 +243,13 @@ def test_tiles_with_more_keys_than_a_word_has_bits_are_refused_under_a_mask(kern
 def test_heads_that_share_keys_are_in_parts_where_tiles_are_few(arch, heads, kv_heads, causal, parts):
     problem = Problem("backward", "float16", 1, 8192, 8192, heads, kv_heads, 128, 128, causal)
     plan = make_plan(problem, Device.of(arch), "bwd_3_mma")
-    assert plan.tiles["parts"] == parts
+    assert plan.tiles["head_parts"] == parts
     assert ("to fill the SMs" in str(plan)) == (parts > 1)
     grids = {launch.entry: launch.grid for launch in plan.launches}
     assert grids["key_tiles"] == parts * kv_heads * 8192 // plan.tiles["block_n"]
     assert ("round_keys" in grids) == (parts > 1)
-    with pytest.raises(ValueError, match="parts must divide"):
-        make_plan(problem, Device.of(arch), "bwd_3_mma", {"parts": 3})
+    with pytest.raises(ValueError, match="head_parts must divide"):
+        make_plan(problem, Device.of(arch), "bwd_3_mma", {"head_parts": 3})
 
 
 @pytest.mark.sampled(3)

@@ -62,10 +62,10 @@ def rounds_dq(plan: Plan) -> bool:
 
 # Keys or heads that are in parts, for which there is a workspace.
 IN_PARTS = {
-    **{kernel: {"parts": 2, "block_m": 128, "blocks_per_sm": 1} for kernel in HOPPER_FORWARDS},
-    "fwd_8_split_kv": {"splits": 2},
-    "fwd_10_wgmma_wide": {"parts": 2},
-    **{kernel: {"parts": 2} for kernel in HOPPER_BACKWARD_KEYS},
+    **{kernel: {"key_parts": 2, "block_m": 128, "blocks_per_sm": 1} for kernel in HOPPER_FORWARDS},
+    "fwd_8_split_kv": {"key_parts": 2},
+    "fwd_10_wgmma_wide": {"key_parts": 2},
+    **{kernel: {"head_parts": 2} for kernel in HOPPER_BACKWARD_KEYS},
 }
 
 
@@ -350,8 +350,8 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if plan.kernel == "fwd_8_split_kv":
         # Rows are those of all heads that share a KV head.
         shared = range(problem.seqlen_q * problem.heads // problem.kv_heads)
-        blocks = tiles_of((batch, kv_heads), shared, tiles["block_m"]) * tiles["splits"]
-        return {"fwd_8_split_kv": blocks} | ({"merge_splits": blocks} if tiles["splits"] > 1 else {})
+        blocks = tiles_of((batch, kv_heads), shared, tiles["block_m"]) * tiles["key_parts"]
+        return {"fwd_8_split_kv": blocks} | ({"merge_parts": blocks} if tiles["key_parts"] > 1 else {})
     if problem.direction == "forward":
         grids = {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
         if plan.kernel == "fwd_9_float32":
@@ -370,7 +370,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
-        parts = range(tiles["parts"] * tiles["row_parts"])
+        parts = range(tiles["head_parts"] * tiles["row_parts"])
         key_tiles = tiles_of((batch, kv_heads, parts), keys, HOPPER_BACKWARD_KEYS[plan.kernel])
         key_rows = len(list(itertools.product(batch, kv_heads, keys)))
         if plan.kernel in HOPPER_COUNT:
@@ -393,7 +393,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
         # The sums of dQ are whole tiles of queries; a warp rounds sixteen rows.
         summed = range(-(-problem.seqlen_q // tiles["block_m"]) * tiles["block_m"])
         rounded = range(-(-problem.seqlen_q // 16))
-    parts = range(tiles.get("parts", 1))
+    parts = range(tiles.get("head_parts", 1))
     adding_parts = {"round_keys": warps_for(batch, kv_heads, keys)} if len(parts) > 1 else {}
     if plan.kernel == "bwd_3_mma" and tiles["split"] == 1 and problem.seqlen_k <= tiles["block_n"]:
         return {"key_tiles": len(list(itertools.product(batch, kv_heads, parts))), **adding_parts}
@@ -414,7 +414,8 @@ def test_grids_cover_everything_once(kernel: str, lengths: tuple[int, int]) -> N
         isinstance(KERNELS[kernel], kernels.HopperKernel) and KERNELS[kernel].direction == "backward"
     )
     no_heads = (2, 0, 0 if needs_heads else 2)
-    tiles = {"parts": 1} if kernel == "fwd_10_wgmma_wide" else None  # of parts there are tests of their own
+    # Of parts there are tests of their own.
+    tiles = {"key_parts": 1} if kernel == "fwd_10_wgmma_wide" else None
     for batch, heads, kv_heads in ((1, 1, 1), (2, 6, 3), (3, 2, 1), (0, 2, 1), no_heads):
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
         sizes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1]}
@@ -456,7 +457,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         # sixteens, and the softmax's two.
         **{kernel: {**FORWARD_COUNT, **of_parts} for kernel in HOPPER_FORWARDS},
         # For each part of the keys 40 sums in whole sixteens, and the softmax's two in as much as four.
-        "fwd_8_split_kv": {"parts of rows": (*rows, 2, 48 + 4)},
+        "fwd_8_split_kv": {"partial rows": (*rows, 2, 48 + 4)},
         # Tiles of 128 queries, or keys, each a panel of either half and a unit a row; for keys two of each.
         "fwd_9_float32": {
             "alignment": (1024 // 4,),
@@ -850,14 +851,14 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     else:
         # In how many parts the keys are, the grid says, or the parameters; how many warps help, the block.
         passed = {
-            "fwd_8_split_kv": ("splits", "shares"),
-            "fwd_6_wgmma": ("parts",),
-            "fwd_7_fp8": ("parts", "helpers"),
-            "fwd_10_wgmma_wide": ("parts", "shares"),
+            "fwd_8_split_kv": ("key_parts", "shares"),
+            "fwd_6_wgmma": ("key_parts",),
+            "fwd_7_fp8": ("key_parts", "helpers"),
+            "fwd_10_wgmma_wide": ("key_parts", "shares"),
         }
         own = {name: plan.tiles[name] for name in passed.get(kernel, ())}
         helpers = {
-            "merge_splits": "MERGE_THREADS",
+            "merge_parts": "MERGE_THREADS",
             "to_halves": "HALVING_THREADS",
             "store_query_gradients": "HALVING_THREADS",
             "exact_tiles": "EXACT_THREADS",

@@ -139,10 +139,10 @@ def test_rows_of_a_tile(queries, keys, head_dim, rows):
 def test_keys_are_split_among_as_many_blocks_as_use_the_bandwidth(kv_heads, seqlen_k):
     plan = plan_of(replace(DECODING, kv_heads=kv_heads, seqlen_k=seqlen_k))
     split, merge = plan.launches
-    assert split.grid == merge.grid == kv_heads * plan.tiles["splits"]
+    assert split.grid == merge.grid == kv_heads * plan.tiles["key_parts"]
     assert split.grid >= min(H200.sm_count // 2, kv_heads * seqlen_k // 256)
-    assert f"split into {plan.tiles['splits']} parts each" in str(plan)
-    parts = 32 * plan.tiles["splits"]
+    assert f"split into {plan.tiles['key_parts']} parts each" in str(plan)
+    parts = 32 * plan.tiles["key_parts"]
     assert plan.workspace_bytes == parts * (128 + 4) * 4
 
 
@@ -185,11 +185,11 @@ def test_keys_are_not_shared_out_where_it_saves_less_than_it_costs(problem):
 
 def test_a_window_counts_as_the_keys_in_it():
     windowed = replace(DECODING, features=Features(window=(63, 0)))
-    assert plan_of(windowed).tiles["splits"] == plan_of(replace(DECODING, seqlen_k=64)).tiles["splits"]
+    assert plan_of(windowed).tiles["key_parts"] == plan_of(replace(DECODING, seqlen_k=64)).tiles["key_parts"]
 
 
 def test_how_many_parts_there_are_is_not_compiled():
-    a, b, one = (plan_of(DECODING, splits=splits) for splits in (2, 30, 1))
+    a, b, one = (plan_of(DECODING, key_parts=parts) for parts in (2, 30, 1))
     assert a.variant == b.variant != one.variant
 
 
@@ -202,8 +202,8 @@ def test_how_many_parts_there_are_is_not_compiled():
         ({"stages": 1}, "stages may be 2 to 4"),
         ({"threads": 512}, "a block may have up to 8 teams, not 16"),
         ({"threads": 288}, "a block may have up to 8 teams, not 9"),
-        ({"splits": 0}, "splits is 0; sizes must be positive"),
-        ({"splits": 2, "shares": 2}, "splits and shares cannot both be over 1"),
+        ({"key_parts": 0}, "key_parts is 0; sizes must be positive"),
+        ({"key_parts": 2, "shares": 2}, "key_parts and shares cannot both be over 1"),
         ({"column_warps": 3}, "column_warps may be 1, 2 or 4"),
         ({"threads": 64, "column_warps": 4}, "a team has 4 warps for every 16 rows: "),
     ],
@@ -254,7 +254,7 @@ def test_a_sequence_has_no_more_keys_than_its_own_pages():
 )
 def test_it_does_not_spill(arch, head_dim, features, most_bytes):
     problem = replace(DECODING, head_dim=head_dim, value_dim=head_dim, causal=True, features=features)
-    for parts, most in (({"splits": 2}, 0), ({"shares": 2}, most_bytes)):
+    for parts, most in (({"key_parts": 2}, 0), ({"shares": 2}, most_bytes)):
         build = jit.build(plan_of(problem, arch, **parts).variant)
         assert build.resources[KERNEL].spill_stores <= most
         assert all("spill stores" in line for line in build.warnings)
@@ -284,7 +284,7 @@ def test_warps_divide_wide_heads(arch, problem):
     """In tiles for which there is room, also where an SM has little shared memory."""
     if problem.kv_dtype == FLOAT8 and arch == "sm_80":
         problem = replace(problem, kv_dtype=None)
-    for parts in ({}, {"splits": 1, "shares": 2}):
+    for parts in ({}, {"key_parts": 1, "shares": 2}):
         plan = plan_of(problem, arch, **parts)
         assert plan.tiles["column_warps"] == 2
         assert jit.build(plan.variant).warnings == ()

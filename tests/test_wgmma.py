@@ -378,7 +378,7 @@ def long_problem(batch, heads, seqlen, head_dim, causal):
 )
 def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, head_dim, causal, parts):
     plan = plan_of(long_problem(batch, heads, seqlen, head_dim, causal))
-    assert plan.tiles["parts"] == parts
+    assert plan.tiles["key_parts"] == parts
     assert (plan.parting == NOT_PARTED) == (parts == 1)
     assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
     assert (plan.workspace_bytes > 0) == (parts > 1)
@@ -413,7 +413,7 @@ def test_many_tiles_are_not_parted_where_most_rows_see_no_key():
 )
 def test_keys_are_not_parted_beside_what_hides_keys_or_takes_registers(features):
     call = replace(long_problem(1, 4, 4096, 128, causal=True), features=features)
-    assert plan_of(call).tiles["parts"] == 1
+    assert plan_of(call).tiles["key_parts"] == 1
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_keys_are_not_parted_beside_what_hides_keys_or_takes_registers(features)
 def test_keys_whose_number_is_not_known_are_parted(features, batch, queries, keys, parts):
     call = Problem("forward", "bfloat16", batch, queries, keys, 8, 1, 128, 128, True, features=features)
     plan = plan_of(call)
-    assert plan.tiles["parts"] == parts
+    assert plan.tiles["key_parts"] == parts
     if parts > 1:
         assert plan.parting == Parting(0, parts, query_tiles(call, Tiles(**plan.tiles)) * parts)
 
@@ -439,7 +439,7 @@ def test_keys_whose_number_is_not_known_are_parted(features, batch, queries, key
 @pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1000, 5000), (5000, 1000), (129, 4000)])
 def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(queries, keys, parts):
     call = replace(problem(causal=True), seqlen_q=queries, seqlen_k=keys)
-    plan = plan_of(call, block_m=128, block_n=128, blocks_per_sm=1, parts=parts)
+    plan = plan_of(call, block_m=128, block_n=128, blocks_per_sm=1, key_parts=parts)
     places = plan.parting.places
     assert plan.parting.count == call.batch * call.heads * len(places)
     of_tiles = {}
@@ -463,11 +463,11 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
 @pytest.mark.parametrize(
     ("call", "tiles", "message"),
     [
-        (problem(), {"parts": 17}, "parts must be 1 to 16"),
-        (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys cannot be split so"),
-        (replace(problem(), features=Features(window=(9, 9))), {"parts": 2}, "not split under a window"),
-        (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not split under a window"),
-        (problem(causal=True, seqlen=32768), {"parts": 2}, "the tiles of a head would have 384 parts"),
+        (problem(), {"key_parts": 17}, "key_parts must be 1 to 16"),
+        (problem(seqlen=200), {"block_n": 128, "key_parts": 3}, "2 tiles of keys cannot be split so"),
+        (replace(problem(), features=Features(window=(9, 9))), {"key_parts": 2}, "not split under a window"),
+        (replace(problem(), features=Features(mask_mod=SEE)), {"key_parts": 2}, "not split under a window"),
+        (problem(causal=True, seqlen=32768), {"key_parts": 2}, "the tiles of a head would have 384 parts"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(call, tiles, message):
@@ -476,7 +476,7 @@ def test_parts_that_cannot_be_are_refused(call, tiles, message):
 
 
 def test_each_tile_of_keys_may_be_a_part_of_its_own():
-    assert plan_of(problem(seqlen=512), block_n=128, parts=4).tiles["parts"] == 4
+    assert plan_of(problem(seqlen=512), block_n=128, key_parts=4).tiles["key_parts"] == 4
 
 
 @pytest.mark.parametrize("keys", [1, 2, 5, 16, 100])
@@ -503,7 +503,7 @@ PARTED = [
 @pytest.mark.parametrize("features", [Features(packed=True), Features(seqused_k=True, page_size=64)], ids=str)
 def test_no_spill_in_parts_of_unknown_length(head_dim, features):
     call = replace(problem(head_dim, causal=True), features=features)
-    assert jit.build(plan_of(call, parts=2).variant).warnings == ()
+    assert jit.build(plan_of(call, key_parts=2).variant).warnings == ()
 
 
 @pytest.mark.sampled(4)
@@ -512,4 +512,4 @@ def test_no_spill_in_parts(head_dim, causal, tiles):
     value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim
     features = Features(softcap=causal, sink=True)
     call = replace(problem(head_dim, value_dim, causal), features=features)
-    assert jit.build(plan_of(call, **asdict(replace(tiles, parts=2))).variant).warnings == ()
+    assert jit.build(plan_of(call, **asdict(replace(tiles, key_parts=2))).variant).warnings == ()

@@ -86,7 +86,7 @@ def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=819
 )
 def test_heads_are_in_parts_where_tiles_of_keys_are_few(call, parts):
     plan = plan_of(call, row_parts=1)
-    assert plan.tiles["parts"] == dict(plan.macros)["PARTS"] == parts
+    assert plan.tiles["head_parts"] == dict(plan.macros)["HEAD_PARTS"] == parts
     assert ("to fill the SMs" in str(plan)) == (parts > 1)
     assert any(launch.entry == "round_keys" for launch in plan.launches) == (parts > 1)
 
@@ -114,16 +114,16 @@ def test_rows_are_in_parts_where_heads_are_few_too(call, row_parts):
     plan = plan_of(call)
     assert plan.tiles["row_parts"] == dict(plan.macros)["ROW_PARTS"] == row_parts
     assert ("that see a tile of keys are split" in str(plan)) == (row_parts > 1)
-    assert plan.tiles["parts"] * row_parts == dict(plan.macros)["PARTS"]
-    if plan.tiles["parts"] > 1:
-        assert plan_of(call, parts=plan.tiles["parts"]).tiles["row_parts"] == 1
+    assert plan.tiles["head_parts"] == dict(plan.macros)["HEAD_PARTS"]
+    if plan.tiles["head_parts"] > 1:
+        assert plan_of(call, head_parts=plan.tiles["head_parts"]).tiles["row_parts"] == 1
 
 
 def test_parts_are_of_whole_heads():
-    message = r"^tiles 80x128, stages 2, parts 3: parts must divide the 8 query heads that share a KV head$"
-    with pytest.raises(ValueError, match=message):
-        plan_of(shared_by(8, 1), parts=3)
-    assert plan_of(shared_by(8, 1), parts=8).tiles["parts"] == 8
+    why = "head_parts must divide the 8 query heads that share a KV head"
+    with pytest.raises(ValueError, match=f"^tiles 80x128, stages 2, head_parts 3: {why}$"):
+        plan_of(shared_by(8, 1), head_parts=3)
+    assert plan_of(shared_by(8, 1), head_parts=8).tiles["head_parts"] == 8
 
 
 @pytest.mark.sampled(4)
@@ -138,7 +138,7 @@ def test_parts_are_of_whole_heads():
 )
 def test_no_spill_in_parts(call):
     plan = plan_of(call)
-    assert plan.tiles["parts"] * plan.tiles["row_parts"] > 1
+    assert plan.tiles["head_parts"] * plan.tiles["row_parts"] > 1
     assert jit.build(plan.variant).warnings == ()
 
 

@@ -59,7 +59,7 @@ def test_no_spill_and_no_product_in_series(features, dims, causal):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("tiles", [{"parts": 1}, {"parts": 2}, {"shares": 66}])
+@pytest.mark.parametrize("tiles", [{"key_parts": 1}, {"key_parts": 2}, {"shares": 66}])
 @pytest.mark.parametrize("features", ["nothing", "pages", "lengths"])
 def test_no_spill_of_latent_attention(features, tiles):
     call = replace(LATENT, features=FEATURES[features])
@@ -124,7 +124,7 @@ def test_many_parts_have_a_launch_that_merges_them():
     call = replace(LATENT, batch=1)
     in_pages = replace(call, features=Features(page_size=64, seqused_k=True))
     for same in (call, in_pages):
-        plan = make_plan(same, H200, NAME, {"parts": 9})
+        plan = make_plan(same, H200, NAME, {"key_parts": 9})
         # For each of two tiles of 64 heads, 16 of its rows and eight columns of 512
         assert [(each.entry, each.grid) for each in plan.launches] == [
             (NAME, 18),
@@ -132,9 +132,9 @@ def test_many_parts_have_a_launch_that_merges_them():
         ]
         assert [(each.name, each.shape) for each in plan.scratch] == [("parts", (18, 64 * (512 + 2)))]
     full = replace(problem(512), batch=H200.sm_count, seqlen_q=64, heads=1, kv_heads=1)
-    assert [each.entry for each in make_plan(full, H200, NAME, {"parts": 9}).launches] == [NAME]
+    assert [each.entry for each in make_plan(full, H200, NAME, {"key_parts": 9}).launches] == [NAME]
     for other, parts in [(call, 4), (problem(512, causal=True), 5)]:
-        plan = make_plan(other, H200, NAME, {"parts": parts})
+        plan = make_plan(other, H200, NAME, {"key_parts": parts})
         assert [each.entry for each in plan.launches] == ["clear_counts", NAME]
 
 
@@ -186,8 +186,8 @@ def test_tiles_that_it_cannot_have():
         ({"block_m": 128}, "block_m must be 64"),
         ({"query_stages": 2}, "query_stages must be 1"),
         ({"stages": 1}, "stages must be at least 2"),
-        ({"parts": 129}, "parts must be 1 to 128"),
-        ({"parts": 2, "shares": 9}, "parts and shares cannot both be over 1"),
+        ({"key_parts": 129}, "key_parts must be 1 to 128"),
+        ({"key_parts": 2, "shares": 9}, "key_parts and shares cannot both be over 1"),
         ({"block_n": 48}, "232,448 bytes"),
         ({"store_cols": 192}, "store_cols must divide 256"),
     ]:
@@ -197,9 +197,9 @@ def test_tiles_that_it_cannot_have():
 
 def test_parts_of_more_keys_than_can_be_counted():
     call = Problem("forward", "bfloat16", 1, 1, 2**30, 1, 1, 512, 512, features=Features(page_size=64))
-    assert make_plan(call, H200, NAME).tiles["parts"] == 63
+    assert make_plan(call, H200, NAME).tiles["key_parts"] == 63
     with pytest.raises(ValueError, match="tiles of keys and parts, multiplied, are counted only up to"):
-        make_plan(call, H200, NAME, {"parts": 64})
+        make_plan(call, H200, NAME, {"key_parts": 64})
 
 
 @pytest.mark.parametrize(

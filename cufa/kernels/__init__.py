@@ -395,7 +395,7 @@ _LADDER = (
     Kernel(
         name="fwd_8_split_kv",
         direction="forward",
-        entries=("fwd_8_split_kv", "merge_splits"),
+        entries=("fwd_8_split_kv", "merge_parts"),
         idea="few queries: heads that share keys share a tile, keys are split among blocks, parts merged",
         paper="Dao et al. 2023, Flash-Decoding",
         memory="O(N)",

@@ -21,15 +21,15 @@
 // key_tiles alone, and of the others what these two and parts need.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
-//          them, or BLOCK_N queries of one head; warp: kTiles 16-row tiles of them
+// Owns     block: BLOCK_N keys of one KV head, for one of HEAD_PARTS parts of the query heads that
+//          share them, or BLOCK_N queries of one head; warp: kTiles 16-row tiles of them
 // Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T, with whole heads O;
 //          or Q, dO, STAGES K and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic or heads are whole and not packed; sums of dK and dV (batch,
-//          seqlen_k, kv_heads, PARTS, dims in eights), if there are parts; LSE and D (batch, heads,
-//          seqlen_q, 2); what seen_tiles finds out; sums of the gradients of score_mod's arrays, if
-//          wanted
+//          seqlen_k, kv_heads, HEAD_PARTS, dims in eights), if there are parts; LSE and D (batch,
+//          heads, seqlen_q, 2); what seen_tiles finds out; sums of the gradients of score_mod's
+//          arrays, if wanted
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
 #include "gradients/sink_gradient.cuh"

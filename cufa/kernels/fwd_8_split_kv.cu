@@ -13,7 +13,7 @@
 // With a mask or a mask_mod, a team finds out what a tile shows before its copy would begin, and
 // leaves out tiles of which nobody sees anything.
 //
-// Launches: fwd_8_split_kv; merge_splits, if blocks split the keys of a tile. It may begin while
+// Launches: fwd_8_split_kv; merge_parts, if blocks split the keys of a tile. It may begin while
 // the launch before it ends.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (batch,
@@ -25,16 +25,17 @@
 //          these in turn; team: every kTeams-th tile of BLOCK_N of those keys; warp: WARP_ROWS rows
 //          and, with COLUMN_WARPS, a part of the output's columns
 // Shared   Q tile and, for each team, STAGES tiles of K and V; later replaced by results of teams
-// Global   workspace: partial rows (row_parts.cuh), of each row for all blocks that split its keys
-//          or, with EVEN_SHARES, of each block for the tile that it ends and the one that it begins
+// Global   workspace: partial rows (partial_rows.cuh), of each row for all blocks that split its
+//          keys or, with EVEN_SHARES, of each block for the tile that it ends and the one that it
+//          begins
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. Where blocks split the keys of a tile, they write partial rows to the
-//          workspace, and merge_splits writes O and the LSE.
+//          workspace, and merge_parts writes O and the LSE.
 #include "mma/fwd_8_copies.cuh"
+#include "mma/fwd_8_key_parts.cuh"
 #include "mma/fwd_8_output.cuh"
 #include "mma/fwd_8_scores.cuh"
 #include "mma/fwd_8_shares.cuh"
-#include "mma/fwd_8_splits.cuh"
 
 // Processes one tile of keys, whose copies have arrived.
 __device__ inline void attend(Output& out, Smem& smem, Stage& stage, const WarpRows& rows,
@@ -124,7 +125,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
 
     for (int row = threadIdx.x / 32; row < work.rows(); row += kWarps) {
         finish(row, MergedRow::of<kTeams>(
-                        kTeams, [&](int i) -> const RowPart& { return smem.parts[i][row]; }));
+                        kTeams, [&](int i) -> const PartialRow& { return smem.parts[i][row]; }));
     }
 }
 
@@ -148,16 +149,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if constexpr (kEvenShares) {
         attend_share(params, attend_to_part);
     } else {
-        attend_split(params, attend_to_part);
+        attend_key_part(params, attend_to_part);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm)
-    merge_splits(const __grid_constant__ ForwardParams params) {
+    merge_parts(const __grid_constant__ ForwardParams params) {
     if constexpr (kEvenShares) {
         merge_share(params);
     } else {
-        merge_splits_of_rows(params);
+        merge_key_parts(params);
     }
     // Blocks with nothing to merge have not waited, and there may be no others. One that waits is
     // enough for this launch to end after the one before.

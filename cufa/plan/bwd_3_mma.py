@@ -27,7 +27,7 @@ from cufa.plan.gradients import (
     row_blocks,
     sink_launch,
 )
-from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
+from cufa.plan.head_parts import best_parts, check_head_parts, key_sums, round_keys, why_parts
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.tile_choice import Candidates, Cost
@@ -46,8 +46,8 @@ class BackwardTiles:
     """The sizes that the backward is compiled for.
 
     `stages` is the number of tiles of queries that a block holds, including the one in work. `split` warps
-    share rows of keys and divide their head dims. `parts` is the number of parts into which the query heads
-    of a KV head are divided among blocks.
+    share rows of keys and divide their head dims. `head_parts` is the number of parts into which the query
+    heads of a KV head are divided among blocks.
     """
 
     block_m: int
@@ -55,7 +55,7 @@ class BackwardTiles:
     threads: int
     stages: int
     split: int
-    parts: int = 1
+    head_parts: int = 1
 
     @property
     def warps(self) -> int:
@@ -125,7 +125,7 @@ class BackwardTiles:
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n} with {self.threads} threads"
-        parts = f", parts {self.parts}" if self.parts > 1 else ""
+        parts = f", head_parts {self.head_parts}" if self.head_parts > 1 else ""
         return f"{shape}, stages {self.stages}, split {self.split}{parts}"
 
 
@@ -209,8 +209,8 @@ WHOLE_TILES = {
         BackwardTiles(16, 64, 128, 1, 1),
     ),
 }
-# For the number of parts, as measured on an H200: in 16 bits, a row of queries takes so many times as long
-# as in the wgmma backwards; and an SM has so many blocks before they take each other's time.
+# For `head_parts`, as measured on an H200: in 16 bits, a row of queries takes so many times as long as in
+# the wgmma backwards; and an SM has so many blocks before they take each other's time.
 ROW_FACTOR, BLOCKS_SIDE_BY_SIDE = 4, 2
 # No tiles of the plan's own choice have more keys.
 MOST_WHOLE_KEYS = 128
@@ -251,13 +251,13 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     keys = problem.stated_most_keys if tiles else min(problem.stated_most_keys, MOST_WHOLE_KEYS + 1)
     candidates = _backward_candidates(replace(problem.kind, seqlen_k=keys), device, bool(tiles))
     chosen = candidates.choose(problem, tiles)
-    if "parts" not in tiles:
+    if "head_parts" not in tiles:
         row_factor = ROW_FACTOR * arithmetic_of(problem).product_clocks
         at_once = device.sm_count * min(chosen.blocks_per_sm, BLOCKS_SIDE_BY_SIDE)
-        parts, _ = best_parts(problem, chosen.tiles, at_once, row_factor=row_factor)
-        chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
+        head_parts, _ = best_parts(problem, chosen.tiles, at_once, row_factor=row_factor)
+        chosen = replace(chosen, tiles=replace(chosen.tiles, head_parts=head_parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
-    check_parts(problem, sizes, sizes.parts)
+    check_head_parts(problem, sizes, sizes.head_parts)
     rows = lse_shape(problem)
     padded_rows = _padded_rows(problem, sizes.block_m)
     whole = takes_whole_heads(problem, device, sizes)
@@ -277,8 +277,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
     launches = (
         seen_launch(problem, seen, sizes.threads, sizes.warps),
         Launch("row_sums", row_blocks(problem, keeps_stats * prod(padded_rows), sizes.warps), sizes.threads),
-        Launch("key_tiles", problem.kv_heads * key_tiles * sizes.parts, sizes.threads, smem_bytes),
-        round_keys(problem, sizes.parts, sizes.threads, sizes.warps),
+        Launch("key_tiles", problem.kv_heads * key_tiles * sizes.head_parts, sizes.threads, smem_bytes),
+        round_keys(problem, sizes.head_parts, sizes.threads, sizes.warps),
         Launch("query_tiles", owns_queries * query_blocks, sizes.threads, smem_bytes),
         Launch("round_queries", shares_queries * ceil_div(strips, sizes.warps), sizes.threads),
         *gradient_launches(problem, sizes.threads, sizes.warps),
@@ -297,7 +297,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
             *((Scratch("dQ sums", (*padded_rows, sizes.head(problem))),) * sums_queries),
-            *key_sums(problem, sizes.parts),
+            *key_sums(problem, sizes.head_parts),
             *((Scratch("LSE and D", (*rows, 2)),) * keeps_stats),
             *seen_scratch(problem, seen),
             *gradient_sums(problem),
@@ -305,7 +305,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Deci
         reasons=(
             *chosen.reasons,
             *("a block has all keys of a KV head, and dQ to itself",) * whole,
-            *why_parts(sizes.parts),
+            *why_parts(sizes.head_parts),
         ),
     )
 

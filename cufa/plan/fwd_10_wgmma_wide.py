@@ -75,7 +75,7 @@ class WideTiles(Tiles):
 
     shares: int = 1
     column_warpgroups: ClassVar[int] = 2
-    most_parts: ClassVar[int] = 128
+    most_key_parts: ClassVar[int] = 128
 
     @property
     def keys_bytes(self) -> int:
@@ -101,8 +101,8 @@ class WideTiles(Tiles):
             return "query_stages must be 1"
         if self.stages < LEAST_STAGES:
             return f"stages must be at least {LEAST_STAGES}"
-        if min(self.parts, self.shares) > 1:
-            return "parts and shares cannot both be over 1"
+        if min(self.key_parts, self.shares) > 1:
+            return "key_parts and shares cannot both be over 1"
         return super().misfit()
 
 
@@ -121,7 +121,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     """`fwd_10_wgmma_wide`: blocks that stay for many tiles, and a launch beside if keys are split."""
     problem = problem.with_queries_as_heads
     best, _ = _fastest_tiles(problem, device)
-    if "parts" in tiles:
+    if "key_parts" in tiles:
         best = replace(best, shares=1)
     chosen, grid = choose_persistent(problem, device, tiles, best, functools.partial(_cost, device))
     sizes = chosen.tiles

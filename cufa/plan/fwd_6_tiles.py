@@ -42,7 +42,7 @@ class Tiles(Warpgroups):
 
     A block holds `stages` tiles of K, and of V, and `query_stages` of Q. It writes `store_cols` columns of O
     at once. Registers are divided among `blocks_per_sm` blocks. The keys of the longest tile of queries may
-    be split into `parts`.
+    be split into `key_parts`.
     """
 
     block_m: int
@@ -51,13 +51,13 @@ class Tiles(Warpgroups):
     query_stages: int
     store_cols: int
     blocks_per_sm: int = 1
-    parts: int = 1
-    most_parts: ClassVar[int] = parting.MOST_PARTS
+    key_parts: int = 1
+    most_key_parts: ClassVar[int] = parting.MOST_PARTS
 
     @property
     def keys_bytes(self) -> int:
         """Bytes that say which of a tile's keys a block has."""
-        return PART_OF_KEYS_BYTES if self.parts > 1 else 0
+        return PART_OF_KEYS_BYTES if self.key_parts > 1 else 0
 
     def merges_later(self, problem: Problem, parts: int) -> bool:
         """As for `PartedTiles`."""
@@ -83,13 +83,13 @@ class Tiles(Warpgroups):
             return f"store_cols must be a multiple of {PANEL_COLS}"
         if self.consumer_registers < self.registers_at_start:
             return "blocks_per_sm must be larger: threads would begin with more registers than they may have"
-        if self.parts > self.most_parts:
-            return f"parts must be 1 to {self.most_parts}"
+        if self.key_parts > self.most_key_parts:
+            return f"key_parts must be 1 to {self.most_key_parts}"
         return None
 
     def __str__(self) -> str:
         blocks = f", {self.blocks_per_sm} blocks per SM" if self.blocks_per_sm > 1 else ""
-        parts = f", keys in {self.parts} parts" if self.parts > 1 else ""
+        parts = f", keys in {self.key_parts} parts" if self.key_parts > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
             f"{self.store_cols} columns stored at once{blocks}{parts}"
@@ -262,7 +262,7 @@ def fastest_in_parts(
     if in_parts is None:
         return best, least
     best, parts, least = in_parts
-    return replace(best, parts=parts), least
+    return replace(best, key_parts=parts), least
 
 
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:

@@ -72,7 +72,7 @@ BYTES_PER_NS = 36
 ROW_NS = 60
 # Operations per nanosecond of an SM of an H200 if several warps divide the columns of the output.
 WIDE_FLOPS_PER_NS = 1400
-MAX_SPLITS = 128
+MAX_PARTS = 128
 # Sharing the keys out evenly saves this fraction of a block's time for the tile with the most keys. It costs
 # so much time per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
@@ -93,7 +93,7 @@ OVERHEAD_REGISTERS, BYTE_OVERHEAD_REGISTERS = 70, 100
 class Tiles:
     """The sizes that the kernel is compiled for, and how blocks divide the keys.
 
-    Each tile's keys are split into `splits` parts. If `shares` is more than one, the keys of all tiles are
+    Each tile's keys are split into `key_parts` parts. If `shares` is more than one, the keys of all tiles are
     instead shared out evenly among that many blocks. A team has `column_warps` warps, which divide the
     columns of the output and the head dims of the scores, for every 16 rows of `block_m`, or for every 32 if
     there are many, and `stages` tiles of `block_n` keys.
@@ -103,7 +103,7 @@ class Tiles:
     block_n: int
     threads: int
     stages: int
-    splits: int = 1
+    key_parts: int = 1
     shares: int = 1
     column_warps: int = 1
     depth: ClassVar[int] = HALF.depth
@@ -132,8 +132,8 @@ class Tiles:
             return f"block_n must be a multiple of {self.depth}"
         if not MIN_STAGES <= self.stages <= MAX_STAGES:
             return f"stages may be {MIN_STAGES} to {MAX_STAGES}"
-        if min(self.splits, self.shares) > 1:
-            return "splits and shares cannot both be over 1"
+        if min(self.key_parts, self.shares) > 1:
+            return "key_parts and shares cannot both be over 1"
         return None
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decis
     """
     chosen = _chosen(problem, device, _fastest(problem, device), tiles)
     check_masked_keys(problem, chosen.tiles)
-    if not {"splits", "shares"} & tiles.keys():
+    if not {"key_parts", "shares"} & tiles.keys():
         chosen = replace(chosen, tiles=_parted(problem, chosen, device))
     return _planned(problem, device, chosen)
 
@@ -171,7 +171,7 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
         best = _best_tiles(typical.kind, device, best.block_m, 2)
     chosen = _chosen(problem, device, best)
     # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
-    parted = replace(_parted(typical, chosen, device), splits=1)
+    parted = replace(_parted(typical, chosen, device), key_parts=1)
     if not _may_share(problem, parted):
         parted = replace(parted, shares=1)
     elif on_half:
@@ -210,24 +210,24 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
     if sizes.shares > 1 and not _may_share(problem, sizes):
         raise ValueError(f"tiles {sizes}: no shares of more than {MAX_EXTENT:,} rounds of keys")
     row_blocks = _row_blocks(problem, sizes.block_m)
-    shared, split = sizes.shares > 1, sizes.splits > 1
+    shared, split = sizes.shares > 1, sizes.key_parts > 1
     part_bytes = _part_bytes(problem, sizes)
     merge_bytes = MERGE_THREADS // WARP_SIZE * part_bytes
-    grid = sizes.shares if shared else row_blocks * sizes.splits
+    grid = sizes.shares if shared else row_blocks * sizes.key_parts
     launches = [Launch("fwd_8_split_kv", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()
     if shared or split:
         merge_grid = grid * MERGE_BLOCKS if shared else grid
         overlaps = _may_overlap(device)
-        launches.append(Launch("merge_splits", merge_grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
+        launches.append(Launch("merge_parts", merge_grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
         of_blocks = (sizes.shares, 2, sizes.block_m)
-        parts = of_blocks if shared else (*lse_shape(problem), sizes.splits)
-        scratch = (Scratch("parts of rows", (*parts, part_bytes // problem.accumulator.itemsize)),)
+        parts = of_blocks if shared else (*lse_shape(problem), sizes.key_parts)
+        scratch = (Scratch("partial rows", (*parts, part_bytes // problem.accumulator.itemsize)),)
     of_rows = f"{counted(row_blocks, 'tile')} of rows"
     if shared:
         how = f"the keys of {of_rows} divided evenly among {grid} blocks"
     elif split:
-        how = f"the keys of {of_rows} split into {sizes.splits} parts each: {grid} blocks"
+        how = f"the keys of {of_rows} split into {sizes.key_parts} parts each: {grid} blocks"
     else:
         how = f"keys not split: {of_rows}"
     alone = _reads_keys_alone(problem, sizes)
@@ -250,8 +250,8 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
         tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
         if SAVED_OF_LONGEST * longest > SHARE_NS + TILE_OF_SHARE_NS * tiles_of_block:
             return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
-    _, splits = _least_time_in_bytes(problem, tiles, device)
-    return replace(tiles, splits=splits)
+    _, parts = _least_time_in_bytes(problem, tiles, device)
+    return replace(tiles, key_parts=parts)
 
 
 def _uneven(problem: Problem) -> bool:
@@ -399,30 +399,30 @@ def _least_time_in_bytes(problem: Problem, tiles: Tiles, device: Device) -> tupl
     of_products = products / problem.key_bytes
     rounds = max(1, ceil_div(problem.visible_keys, tiles.block_n * tiles.teams))
 
-    def waves_of(splits: int) -> int:
-        return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)
+    def waves_of(parts: int) -> int:
+        return ceil_div(row_blocks * parts, device.sm_count * blocks_per_sm)
 
-    def merge_of(splits: int) -> float:
-        return MERGE_BYTES + splits * part_bytes if splits > 1 else 0
+    def merge_of(parts: int) -> float:
+        return MERGE_BYTES + parts * part_bytes if parts > 1 else 0
 
-    def time(splits: int) -> float:
-        blocks, waves = row_blocks * splits, waves_of(splits)
+    def time(parts: int) -> float:
+        blocks, waves = row_blocks * parts, waves_of(parts)
         # The largest part has whole rounds.
-        of_block = bytes_of_row_block * ceil_div(rounds, splits) / rounds
+        of_block = bytes_of_row_block * ceil_div(rounds, parts) / rounds
         on_busiest = ceil_div(blocks, device.sm_count)
         uneven = on_busiest * device.sm_count / max(1, blocks) - 1
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
         block_times = on_busiest + (LONE_BLOCK_FACTOR - 1) * lone
         multiply = block_times * of_block * of_products * tiles.block_m / rows
-        return waves * start + max(read, multiply) + merge_of(splits)
+        return waves * start + max(read, multiply) + merge_of(parts)
 
     best = time(1), 1
-    for splits in range(2, min(rounds, MAX_SPLITS) + 1):
+    for parts in range(2, min(rounds, MAX_PARTS) + 1):
         # More parts take at least this, which assumes perfectly even reads.
-        if waves_of(splits) * start + of_sm + merge_of(splits) > best[0]:
+        if waves_of(parts) * start + of_sm + merge_of(parts) > best[0]:
             break
-        best = min(best, (time(splits), splits))
+        best = min(best, (time(parts), parts))
     return best
 
 
@@ -456,21 +456,21 @@ def _reads_keys_alone(problem: Problem, tiles: Tiles) -> bool:
 
 
 def _part_bytes(problem: Problem, tiles: Tiles) -> int:
-    """The size of row_parts.cuh's RowPart."""
+    """The size of partial_rows.cuh's PartialRow."""
     sums = _columns(problem, tiles) * problem.accumulator.itemsize
     return round_up(sums + 2 * problem.accumulator.itemsize, PART_ALIGNMENT)
 
 
 def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: Device) -> tuple[Macro, ...]:
     sizes = sizes_of(chosen.tiles)
-    splits, shares = sizes.pop("splits"), sizes.pop("shares")  # the grid determines the numbers
+    parts, shares = sizes.pop("key_parts"), sizes.pop("shares")  # the grid determines the numbers
     return (
         *common_macros(problem),
         ("OUT_SCALAR", problem.output.name),
         *((name.upper(), size) for name, size in sizes.items()),
         ("WARP_ROWS", chosen.tiles.warp_rows),
         ("VALUES_IN_KEYS", _reads_keys_alone(problem, chosen.tiles)),
-        ("SPLIT_KEYS", splits > 1),
+        ("SPLIT_KEYS", parts > 1),
         ("EVEN_SHARES", shares > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
         ("NEXT_OVERLAPS", _has_next(problem, chosen.tiles) and _may_overlap(device)),
@@ -484,7 +484,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
 
 def _has_next(problem: Problem, tiles: Tiles) -> bool:
     """Whether a launch follows the first one: the one beside it, or the one that merges."""
-    return max(tiles.splits, tiles.shares) > 1 or problem.features.most_queries > 0
+    return max(tiles.key_parts, tiles.shares) > 1 or problem.features.most_queries > 0
 
 
 def _query_bytes(problem: Problem, tiles: Tiles) -> tuple[int, int]:

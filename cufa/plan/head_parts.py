@@ -53,10 +53,10 @@ def best_parts(
         rounds = parts / share
         return min(1, rounds * mean) if mean < 1 else rounds / ceil(rounds)
 
-    def time(parts: int, row_parts: int) -> float:
+    def time(head_parts: int, row_parts: int) -> float:
         """Rows of queries for which a tile's share of the blocks takes as long."""
         rows = most if row_parts == 1 else row_parts * round_up(ceil(most / row_parts), tiles.block_m)
-        parts *= row_parts
+        parts = head_parts * row_parts
         adding = WRITE_ROWS * max(parts, share) + READ_ROWS * parts + LAUNCH_ROWS * share
         return problem.group * rows * mean / filled(parts) + adding * (parts > 1) / row_factor
 
@@ -73,11 +73,11 @@ def best_parts(
     return best
 
 
-def check_parts(problem: Problem, tiles: object, parts: int) -> None:
+def check_head_parts(problem: Problem, tiles: object, head_parts: int) -> None:
     """Raise ValueError if the heads cannot be split into this many parts."""
-    if problem.group % parts:
+    if problem.group % head_parts:
         raise ValueError(
-            f"tiles {tiles}: parts must divide the {problem.group} query heads that share a KV head"
+            f"tiles {tiles}: head_parts must divide the {problem.group} query heads that share a KV head"
         )
 
 
@@ -95,11 +95,11 @@ def round_keys(problem: Problem, parts: int, threads: int, warps: int, *, overla
     return Launch("round_keys", ceil_div(rows, warps), threads, overlaps=overlaps)
 
 
-def why_parts(parts: int, row_parts: int = 1) -> tuple[str, ...]:
-    """What a plan says about the parts, and about the parts of their rows."""
-    heads = f"the query heads of a KV head are split into {parts} parts, one block each, to fill the SMs"
+def why_parts(head_parts: int, row_parts: int = 1) -> tuple[str, ...]:
+    """What a plan says about the parts of the heads, and about those of their rows."""
+    heads = f"the query heads of a KV head are split into {head_parts} parts, one block each, to fill the SMs"
     rows = f"the rows that see a tile of keys are split into {row_parts} parts, one block each"
-    return (heads,) * (parts > 1) + (rows,) * (row_parts > 1)
+    return (heads,) * (head_parts > 1) + (rows,) * (row_parts > 1)
 
 
 def _rows(problem: Problem) -> int:

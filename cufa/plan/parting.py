@@ -31,12 +31,12 @@ from cufa.rounding import ceil_div
 
 
 class PartedTiles(TileSizes, Protocol):
-    """The sizes of a kernel that may split a tile's keys into up to `most_parts`."""
+    """The sizes of a kernel that may split a tile's keys into up to `most_key_parts`."""
 
-    most_parts: ClassVar[int]
+    most_key_parts: ClassVar[int]
 
     @property
-    def parts(self) -> int:
+    def key_parts(self) -> int:
         """Parts of the longest tile's keys."""
 
     @property
@@ -157,7 +157,7 @@ def fastest(
         # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
         if mean > min(least, worth_it * (mean + time_of_tile(tiles, pace, max(key_tiles)))):
             continue
-        for parts in numbers_of_parts(max(key_tiles), tiles.most_parts):
+        for parts in numbers_of_parts(max(key_tiles), tiles.most_key_parts):
             if _unsuited_parts(problem, tiles, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
@@ -175,7 +175,7 @@ def numbers_of_parts(keys: int, most: int) -> tuple[int, ...]:
 
 def merging_time(problem: Problem, tiles: PartedTiles, device: Device) -> float:
     """The nanoseconds that a call takes for the parts of its tiles, in which it reads no keys."""
-    parts, in_all = tiles.parts, 0
+    parts, in_all = tiles.key_parts, 0
     if parts == 1:
         return 0
     if tiles.merges_later(problem, parts):

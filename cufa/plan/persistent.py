@@ -43,7 +43,7 @@ MERGED_COLUMNS, MERGE_SMEM_BYTES = 8, 32 * WARPGROUP
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
-NOT_COMPILED_IN = ("parts", "shares", "helpers")
+NOT_COMPILED_IN = ("key_parts", "shares", "helpers")
 # The time until the first tiles arrive; longer if rows do not see all keys.
 START_NS, CUT_START_NS = 3500, 4200
 
@@ -64,7 +64,7 @@ def choose_persistent(
         return replace(cost_of(problem, tiles), registers=tiles.registers_at_start)
 
     if overrides:
-        best = replace(best, parts=1)  # other tiles may not allow those parts
+        best = replace(best, key_parts=1)  # other tiles may not allow those parts
     chosen = Candidates(device, (best,), as_launched).choose(problem, overrides)
     sizes = chosen.tiles
     needed = cost_of(problem, sizes).registers
@@ -84,15 +84,15 @@ def launches_of_parts(
     problem: Problem, device: Device, tiles: Tiles, main: Launch
 ) -> tuple[tuple[Launch, ...], tuple[Scratch, ...], Parting]:
     """The launches if `tiles` split keys, else `main` alone; their workspace; and the parts."""
-    if tiles.parts == 1 or not main.grid:
+    if tiles.key_parts == 1 or not main.grid:
         return (main,), (), NOT_PARTED
-    reason = parting.unsuited(problem, tiles, tiles.parts)
+    reason = parting.unsuited(problem, tiles, tiles.key_parts)
     if reason is not None:
         raise ValueError(f"tiles {tiles}: {reason}")
     blocks = device.sm_count * tiles.blocks_per_sm
-    parted = parting.parting_of(problem, tiles, tiles.parts, blocks)
+    parted = parting.parting_of(problem, tiles, tiles.key_parts, blocks)
     main = replace(main, grid=min(parted.count, blocks))
-    if tiles.merges_later(problem, tiles.parts):
+    if tiles.merges_later(problem, tiles.key_parts):
         split = (parted.count - parted.whole) // parted.parts
         columns = tiles.consumers * tiles.own_cols(problem.value_dim) // MERGED_COLUMNS
         pieces = columns * (WARPGROUP // WARP_SIZE)
@@ -175,7 +175,7 @@ def forward_macros(
         ("BOX_KEYS", box_keys(problem, tiles)),
         ("PRODUCER_REGISTERS", tiles.producer_registers(consumer_registers)),
         ("CONSUMER_REGISTERS", consumer_registers),
-        ("MERGES_LATER", parted is not NOT_PARTED and tiles.merges_later(problem, tiles.parts)),
+        ("MERGES_LATER", parted is not NOT_PARTED and tiles.merges_later(problem, tiles.key_parts)),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
         ("KEY_BITS", problem.features.mask_of_keys),
         ("BIAS_BOXES", has_bias_boxes(problem)),

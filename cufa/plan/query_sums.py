@@ -61,7 +61,7 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
     if tiles.row_parts > 1:  # different blocks add to a tile of queries for different keys
         return False
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
-    head_bytes = problem.group // tiles.parts * problem.seqlen_q * query_bytes(problem)
+    head_bytes = problem.group // tiles.head_parts * problem.seqlen_q * query_bytes(problem)
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 

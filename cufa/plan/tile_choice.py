@@ -156,8 +156,8 @@ def _having(candidates: Mapping[T, S], own: Mapping[str, int]) -> dict[T, S]:
 
 
 def _own_sizes(asked: Set[tuple[str, int]]) -> dict[str, int]:
-    """Without the number of parts, which is not a candidate's: it follows from the problem."""
-    return {name: size for name, size in asked if name != "parts"}
+    """Without the numbers of parts, which are not a candidate's: they follow from the problem."""
+    return {name: size for name, size in asked if name not in ("head_parts", "key_parts")}
 
 
 def _slowdown(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:

@@ -172,9 +172,11 @@ def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     # might not be apart, if it has more keys than the caller says.
     adding = kind.adding_of(kind.best)
     together = adding is Adding.IN_ORDER or (adding is Adding.ALONE and problem.features.packed)
-    may_split_rows = not together and overrides.keys().isdisjoint(("parts", "row_parts"))
-    parts, row_parts = best_parts(problem.typical, kind.best, device.sm_count, may_split_rows=may_split_rows)
-    best = replace(kind.best, parts=parts, row_parts=row_parts)
+    may_split_rows = not together and overrides.keys().isdisjoint(("head_parts", "row_parts"))
+    head_parts, row_parts = best_parts(
+        problem.typical, kind.best, device.sm_count, may_split_rows=may_split_rows
+    )
+    best = replace(kind.best, head_parts=head_parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
     misfit = kind.misfit(chosen.tiles)
     check_tiles(problem, chosen.tiles, kind.best.block_n, chosen.cost.registers, misfit)
@@ -223,7 +225,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             ("BLOCK_M", tiles.block_m),
             ("BLOCK_N", tiles.block_n),
             ("STAGES", tiles.stages),
-            ("PARTS", tiles.all_parts),
+            ("HEAD_PARTS", tiles.head_parts),
             ("ROW_PARTS", tiles.row_parts),
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
@@ -254,7 +256,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
         reasons=(
             *chosen.reasons,
             *_how(problem, adding, rounds, stay=kind.stays),
-            *why_parts(tiles.parts, tiles.row_parts),
+            *why_parts(tiles.head_parts, tiles.row_parts),
             *kind.shared_how,
         ),
         boxes=boxes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cufa.device import REGISTERS_PER_SM, Device
-from cufa.plan.head_parts import check_parts
+from cufa.plan.head_parts import check_head_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     HEAD_TILE_LABEL_BYTES,
@@ -59,20 +59,20 @@ class Tiles:
 
     `block_n` is determined by the kernel and cannot be chosen. A block holds `stages` tiles of Q, and of dO;
     of a pair of `bwd_8_wgmma_pair`, one holds so many of Q, and the other SCORE_STAGES of dO.
-    `parts` is the number of parts into which the query heads of a KV head are divided among blocks.
+    `head_parts` is the number of parts into which the query heads of a KV head are divided among blocks.
     `row_parts` is the number of parts into which the rows of each of these parts are divided.
     """
 
     block_m: int
     block_n: int
     stages: int
-    parts: int = 1
+    head_parts: int = 1
     row_parts: int = 1
 
     @property
     def all_parts(self) -> int:
         """The number of blocks that share a tile of keys."""
-        return self.parts * self.row_parts
+        return self.head_parts * self.row_parts
 
     @property
     def threads(self) -> int:
@@ -88,8 +88,8 @@ class Tiles:
         return None
 
     def __str__(self) -> str:
-        parts = f", parts {self.parts}" if self.parts > 1 else ""
-        of_rows = f", parts of rows {self.row_parts}" if self.row_parts > 1 else ""
+        parts = f", head_parts {self.head_parts}" if self.head_parts > 1 else ""
+        of_rows = f", row_parts {self.row_parts}" if self.row_parts > 1 else ""
         return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}{of_rows}"
 
 
@@ -205,7 +205,7 @@ def pair_misfit(tiles: Tiles) -> str | None:
 
 def check_tiles(problem: Problem, tiles: Tiles, block_n: int, registers: int, misfit: str | None) -> None:
     """Raise ValueError if the kernel cannot have the tiles that a caller chose."""
-    check_parts(problem, tiles, tiles.parts)
+    check_head_parts(problem, tiles, tiles.head_parts)
     if tiles.block_n != block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {block_n}, {WGMMA_M} for a warpgroup's rows")
     if misfit is not None:

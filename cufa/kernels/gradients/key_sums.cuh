@@ -6,10 +6,10 @@
 #include "call/columns.cuh"
 #include "call/tensor.cuh"
 
-// The queries that read a KV head are split into kParts parts; a block has one. They are parts of
-// its query heads, and each of those has kRowParts parts of the rows that see the block's keys.
-constexpr int kParts = PARTS, kRowParts = ROW_PARTS;
-static_assert(kParts % kRowParts == 0, "each part of the heads has as many parts of rows");
+// The queries that read a KV head are split into kParts parts; a block has one. They are kHeadParts
+// parts of its query heads, and of each of those kRowParts parts of the rows that see the block's
+// keys.
+constexpr int kHeadParts = HEAD_PARTS, kRowParts = ROW_PARTS, kParts = kHeadParts * kRowParts;
 
 // The number of parts over all KV heads.
 __device__ inline int parts_of_heads(const Sizes& sizes) {
@@ -17,7 +17,7 @@ __device__ inline int parts_of_heads(const Sizes& sizes) {
 }
 // The number of query heads in a part.
 __device__ inline int heads_of_part(const Sizes& sizes) {
-    return sizes.heads / (parts_of_heads(sizes) / kRowParts);
+    return sizes.heads / (sizes.kv_heads * kHeadParts);
 }
 
 // For each row of keys, KV head and part: a row of dK, not yet scaled, and of dV.

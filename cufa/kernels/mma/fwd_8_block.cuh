@@ -2,7 +2,7 @@
 #pragma once
 
 #include "mma/half_queries.cuh"
-#include "mma/row_parts.cuh"
+#include "mma/partial_rows.cuh"
 #include "ptx/ptx_sm90.cuh"
 
 using out_t = OUT_SCALAR;
@@ -137,6 +137,6 @@ struct ScoreParts<false> {
 struct Smem : HalfQueries<kBlockM, kMixed>, ScoreParts<(kColumnWarps > 1)> {
     union {
         Inputs inputs;
-        RowPart parts[kTeams][kBlockM];
+        PartialRow parts[kTeams][kBlockM];
     };
 };

@@ -8,7 +8,7 @@ constexpr int kMergeBlocks = MERGE_BLOCKS;                        // for each sh
 constexpr int kMergeBlocksOfSm = MergedRow::kChunks > 2 ? 2 : 3;  // more would spill
 
 struct MergeSmem {
-    RowPart parts[kMergeThreads / 32];
+    PartialRow parts[kMergeThreads / 32];
 };
 
 // Ends a merged row and writes it, by one warp.
@@ -44,7 +44,7 @@ __device__ inline void merge_rows(int first, int step, int rows, int count,
         __syncthreads();
         if (row < rows && share == 0) {
             write(row, MergedRow::of<kMergeWarps>(
-                           sharing, [&](int i) -> const RowPart& { return parts[warp + i]; }));
+                           sharing, [&](int i) -> const PartialRow& { return parts[warp + i]; }));
         }
         __syncthreads();  // the next rows' parts may overwrite these
     }

@@ -43,13 +43,13 @@ struct Output {
                     }
     }
 
-    // Stores the results where parts of rows are merged.
-    __device__ void store(RowPart* parts) {
+    // Stores the results where partial rows are merged.
+    __device__ void store(PartialRow* parts) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                RowPart& part = parts[row_of(m, half)];
+                PartialRow& part = parts[row_of(m, half)];
                 softmax[m][half].total<4>();
                 if (threadIdx.x % 4 == 0 && column_warp() == 0) part.softmax = softmax[m][half];
 #pragma unroll

@@ -16,7 +16,7 @@ __device__ inline Work work_at(const ForwardParams& params, const RoundPlace& pl
 // A block's results for tiles of which it has only a part: the tile that it ends or continues, and
 // the tile that it begins.
 struct ShareParts {
-    RowPart ends[kBlockM], begins[kBlockM];
+    PartialRow ends[kBlockM], begins[kBlockM];
 };
 __device__ inline ShareParts& parts_of_block(const ForwardParams& params, int block) {
     return static_cast<ShareParts*>(params.workspace)[block];
@@ -67,7 +67,7 @@ __device__ inline void merge_share(const ForwardParams& params) {
 
     const Work work = work_at(params, last);
     const auto parts_of_row = [&](int row, int first, int step) {
-        return [=, blocks = &parts_of_block(params, block)](int i) -> const RowPart& {
+        return [=, blocks = &parts_of_block(params, block)](int i) -> const PartialRow& {
             const int part = first + i * step;
             return part == 0 ? blocks->begins[row] : blocks[part].ends[row];
         };

@@ -1,6 +1,6 @@
 // Partial rows of the output, each from its own keys, and how a warp merges them.
 //
-// A part is the state of FlashAttention for a row: the maximum and sum of its softmax, and the sum
+// It is the state of FlashAttention for a row: the maximum and sum of its softmax, and the sum
 // of values in that scale. Merging is exact (Milakov and Gimelshein 2018, section 3.1).
 #pragma once
 
@@ -11,7 +11,7 @@
 constexpr int kColumnWarps = COLUMN_WARPS;
 constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN * kColumnWarps);
 
-struct alignas(16) RowPart {
+struct alignas(16) PartialRow {
     acc_t sums[kPartCols];
     OnlineSoftmax softmax;
 };
@@ -44,7 +44,7 @@ struct MergedRow {
     }
 
     // Stores the row as a part of a larger one.
-    __device__ void store(RowPart& part) const {
+    __device__ void store(PartialRow& part) const {
         if (threadIdx.x % 32 == 0) part.softmax = softmax;
         for_each_chunk(
             [&](int i, int col) { *reinterpret_cast<Chunk*>(part.sums + col) = sums[i]; });
@@ -62,7 +62,7 @@ struct MergedRow {
     }
 
   private:
-    __device__ void load(const RowPart& part) {
+    __device__ void load(const PartialRow& part) {
         softmax = part.softmax;
         for_each_chunk(
             [&](int i, int col) { sums[i] = *reinterpret_cast<const Chunk*>(part.sums + col); });

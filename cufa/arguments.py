@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.arrays import check_elements, records_gradients
+from cufa.integers import ceil_div
 from cufa.messages import byte_order, counted, shown
 from cufa.problem import (
     BYTE_BITS,
@@ -43,7 +44,6 @@ from cufa.problem import (
     output_shape,
     tensor_axes,
 )
-from cufa.rounding import ceil_div
 from cufa.traced.header import TracedCode
 
 # What a call may request gradients of, and its arrays, beyond q, k and v.

@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, replace
 
 from cufa import driver
+from cufa.integers import ceil_div, round_up
 from cufa.messages import shown
-from cufa.rounding import ceil_div, round_up
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -41,7 +41,7 @@ from cufa.plan.companions import (
     rotary_launches,
     softmax_launches,
 )
-from cufa.plan.sizes import params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.tensor_layout import Layout, Region, with_queries_as_heads
 from cufa.tensor_maps import Encoder
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cufa.philox import kept_carry, kept_scale
 from cufa.plan.record import NOT_PARTED, Parting
-from cufa.plan.sizes import (
+from cufa.plan.struct_sizes import (
     APPEND_PARAMS_BYTES,
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cufa.rounding import ceil_div
+from cufa.integers import ceil_div
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from cufa.integers import ceil_div
 from cufa.messages import shown
-from cufa.rounding import ceil_div
 from cufa.traced.header import TracedCode
 
 Direction = Literal["forward", "backward"]

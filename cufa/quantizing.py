@@ -10,6 +10,7 @@ import numpy as np
 from cufa import arrays, launch
 from cufa.arguments import Wanted, check_array, check_descales, check_flags, refuse_gpu_options
 from cufa.device import Arch
+from cufa.integers import round_up
 from cufa.messages import shown
 from cufa.plan.companions import Quantization
 from cufa.problem import (
@@ -24,7 +25,6 @@ from cufa.problem import (
     dtype_name,
     integer,
 )
-from cufa.rounding import round_up
 from cufa.score_rules import packed_pieces
 from cufa.tensor_layout import layout_of
 from cufa.untraced import untraced

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from cufa import philox
 from cufa.arguments import check_window
+from cufa.integers import ceil_div
 from cufa.messages import counted
 from cufa.problem import four_axes
 from cufa.reference import ScoreOptions
-from cufa.rounding import ceil_div
 from cufa.score_mod import MaskMod, ScoreMod, WithSlopes, place_of
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -10,10 +10,10 @@ import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 
 import cufa
+from cufa.integers import round_up
 from cufa.kernels import KERNELS
 from cufa.problem import DTYPES, FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, MAX_ALIGN_BYTES, MAX_VALUE_DIM
 from cufa.reference import Rules
-from cufa.rounding import round_up
 from cufa.score_mod import MaskMod, ScoreMod
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from tolerance import DTYPES, Array, Problem, random_problem
 
+from cufa.integers import ceil_div
 from cufa.params import FeatureValues
 from cufa.problem import accumulator_dtype, four_axes
 from cufa.reference import Rules
-from cufa.rounding import ceil_div
 
 FORWARD_FEATURES = (
     "causal",

@@ -9,8 +9,8 @@ from feature_cases import Case
 from tolerance import Array, Problem
 
 from cufa.checking import compare_results
+from cufa.integers import round_up
 from cufa.problem import FLOAT8, INPUT_DTYPES, MAX_ALIGN_BYTES
-from cufa.rounding import round_up
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
 

@@ -29,8 +29,8 @@ from test_emulator_hopper import (
 )
 from tolerance import random_problem
 
+from cufa.integers import round_up
 from cufa.problem import FLOAT8
-from cufa.rounding import round_up
 
 __all__ = ["folder", "launch"]  # fixtures
 

@@ -8,7 +8,7 @@ import pytest
 
 from cufa import jit
 from cufa.device import target
-from cufa.plan.sizes import common_macros
+from cufa.plan.macros import common_macros
 from cufa.problem import Problem
 
 SOURCE = "probe_exp2.cu"

@@ -11,8 +11,8 @@ from tolerance import random_problem
 
 import cufa
 from cufa import device
+from cufa.integers import round_up
 from cufa.problem import FLOAT8
-from cufa.rounding import round_up
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,12 @@ from rungs import best_kernel
 
 from cufa import jit, kernels
 from cufa.device import KNOWN, Device
+from cufa.integers import ceil_div
 from cufa.kernels import KERNELS, kernel_named
 from cufa.plan import make_plan
 from cufa.plan.companions import softmax_launches
-from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
+from cufa.plan.struct_sizes import SOFTMAX_PARAMS_BYTES
 from cufa.problem import DTYPES, Features, Problem
-from cufa.rounding import ceil_div
 
 FOLDER = Path(kernels.__file__).parent
 GUIDE = (FOLDER / "README.md").read_text()

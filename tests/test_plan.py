@@ -15,17 +15,17 @@ from tolerance import DTYPES
 
 from cufa import kernels
 from cufa.device import KNOWN, Arch, Device
+from cufa.integers import ceil_div, round_up
 from cufa.kernels import KERNELS
 from cufa.messages import counted
 from cufa.plan import Launch, Plan, make_plan, rungs, tiled
 from cufa.plan.companions import softmax_launches
 from cufa.plan.record import MAX_GRID
 from cufa.plan.rungs import PRICES
-from cufa.plan.sizes import shared_matrix_bytes
+from cufa.plan.struct_sizes import shared_matrix_bytes
 from cufa.plan.suited import unsuited
 from cufa.plan.tiled import Tiles
 from cufa.problem import Direction, Features, Problem
-from cufa.rounding import ceil_div, round_up
 
 ARCHS = [str(device.arch) for device in KNOWN.values()]
 NAIVE = ["fwd_1_naive", "fwd_2_online_softmax", "bwd_1_naive"]

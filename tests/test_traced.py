@@ -10,7 +10,7 @@ import pytest
 
 from cufa import jit
 from cufa.device import target
-from cufa.plan.sizes import common_macros
+from cufa.plan.macros import common_macros
 from cufa.problem import Problem
 from cufa.traced.code import write
 from cufa.traced.evaluation import evaluate_all

@@ -16,6 +16,7 @@ from cufa.arguments import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions, not_in_keys
 from cufa.cli.output import Failure, OutOfMemory, memory_errors, size
 from cufa.cli.workload import TENSORS, Arrays, Workload
+from cufa.integers import ceil_div, round_up
 from cufa.messages import counted
 from cufa.problem import (
     DTYPES,
@@ -29,7 +30,6 @@ from cufa.problem import (
     lse_shape,
     output_shape,
 )
-from cufa.rounding import ceil_div, round_up
 from cufa.threads import cores, in_threads
 
 # The fraction of the keys that a row sees under a random mask.

@@ -31,8 +31,8 @@ from cufa.cpu.arithmetic import (
     nonzero,
     row_sums,
 )
+from cufa.integers import ceil_div
 from cufa.problem import Shape, four_axes
-from cufa.rounding import ceil_div
 from cufa.score_mod import ElementSlope
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
 from cufa.threads import in_threads, until_stopped

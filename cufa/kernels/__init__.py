@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cufa.device import Device
+from cufa.integers import round_up
 from cufa.messages import shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, MAX_VALUE_DIM, Direction, Problem, one_of
-from cufa.rounding import round_up
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.

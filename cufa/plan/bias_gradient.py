@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import ceil_div, round_up
 from cufa.messages import counted
 from cufa.plan.bwd_3_mma import INSTRUCTIONS_PER_SCORE
 from cufa.plan.fwd_5_mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
 from cufa.plan.gradients import gradient_macros
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import VECTOR_BYTES
+from cufa.plan.struct_sizes import VECTOR_BYTES
 from cufa.plan.tile_choice import Candidates, Cost
 from cufa.plan.tile_sizes import counted_row_tiles, sizes_of
 from cufa.problem import DTYPES, Problem, Shape, lse_shape
-from cufa.rounding import ceil_div, round_up
 
 NAME = "bias_gradient"
 

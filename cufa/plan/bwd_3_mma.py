@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.fwd_5_mma import (
     HALF,
     LINE_BYTES,
@@ -33,7 +34,6 @@ from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.tile_choice import Candidates, Cost
 from cufa.plan.tile_sizes import counted_row_tiles, row_tiles, sizes_of
 from cufa.problem import Problem, lse_shape
-from cufa.rounding import ceil_div, round_up
 
 # The most tiles of queries that a block may hold.
 MAX_STAGES = 2

@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 
 from cufa.device import Arch
+from cufa.integers import ceil_div
 from cufa.jit import Variant
+from cufa.plan.macros import feature_macros
 from cufa.plan.record import FIRST_OVERLAPPING, MAX_GRID, Launch, Macro
-from cufa.plan.sizes import (
+from cufa.plan.standard import THREADS, WARPS
+from cufa.plan.struct_sizes import (
     APPEND_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
     QUANTIZE_PARAMS_BYTES,
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
-    feature_macros,
 )
-from cufa.plan.standard import THREADS, WARPS
 from cufa.problem import DTYPES, INPUT_DTYPES, MAX_ALIGN_BYTES, PLAIN, Features, accumulator_dtype
-from cufa.rounding import ceil_div
 
 # Loads of a thread that are in flight together, where it only reads.
 _ROWS_TOGETHER = 4

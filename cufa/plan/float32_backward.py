@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.fwd_9_float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.hopper import (
@@ -23,15 +24,15 @@ from cufa.plan.hopper import (
     WGMMA_M,
     Warpgroups,
 )
+from cufa.plan.macros import common_macros
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import Candidates, Cost
 from cufa.plan.tile_sizes import counted_row_tiles, sizes_of
 from cufa.plan.wgmma_backward import MOST_IN_LINE, ORDER_OF_ADDITIONS
 from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 EXACT_THREADS = 256
 # backward_tiles.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.

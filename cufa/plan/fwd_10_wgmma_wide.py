@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan import parting, shares
 from cufa.plan.fwd_6_tiles import Tiles, fastest_in_parts
 from cufa.plan.hopper import (
@@ -41,7 +42,6 @@ from cufa.plan.record import NOT_PARTED, WORKSPACE_ALIGNMENT, Decisions, Launch,
 from cufa.plan.tile_choice import Cost
 from cufa.plan.tile_sizes import sizes_of
 from cufa.problem import FLOAT8, Problem
-from cufa.rounding import ceil_div, round_up
 
 # Keys of a tile, the most first, and the stages that copies need to be ahead, and the most that help.
 BLOCK_NS = (64, 48, 32, 16)

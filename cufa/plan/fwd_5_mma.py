@@ -17,6 +17,8 @@ from math import ceil
 from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import round_up
+from cufa.plan.macros import common_macros
 from cufa.plan.pace import keys_of_longest, keys_of_tile, memory_time, with_features
 from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import (
@@ -26,11 +28,10 @@ from cufa.plan.seen import (
     seen_by_forward,
     seen_launch,
 )
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import THROUGHPUT_WITHOUT_WARPS, Candidates, Choice, Cost
 from cufa.plan.tile_sizes import TileSizes, query_tiles, sizes_of
 from cufa.problem import FLOAT8, Problem
-from cufa.rounding import round_up
 
 T = TypeVar("T", bound=TileSizes)
 

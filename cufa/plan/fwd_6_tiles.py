@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan import parting
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
@@ -28,7 +29,6 @@ from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.plan.seen import fills_words
 from cufa.plan.tile_choice import with_sizes
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 # For a tile of queries, if keys are split: which part of them a block has.
 PART_OF_KEYS_BYTES = 8

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.fwd_6_tiles import Tiles, fastest_tiles
 from cufa.plan.hopper import (
     BARRIER_BYTES,
@@ -38,7 +39,6 @@ from cufa.plan.seen import WORD_BITS, fills_words, seen_by_forward
 from cufa.plan.tile_choice import Cost
 from cufa.plan.tile_sizes import sizes_of
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 # Dropout lengthens the time by this factor, compared with what it does in other rungs. Measured on an H200.
 DROPOUT_FACTOR = 1.5

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan import parting
 from cufa.plan.fwd_6_tiles import Tiles, fastest_in_parts
 from cufa.plan.hopper import (
@@ -34,7 +35,6 @@ from cufa.plan.record import Decisions, Launch, TensorBox
 from cufa.plan.tile_choice import Cost, with_sizes
 from cufa.plan.tile_sizes import sizes_of
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 # The depth of one 8-bit wgmma, and the columns in which its sums are grouped when stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16

@@ -13,15 +13,16 @@ from math import prod
 from typing import ClassVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
+from cufa.integers import ceil_div, round_up
 from cufa.messages import counted
 from cufa.plan.fwd_5_mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
+from cufa.plan.macros import common_macros
 from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import Candidates, Choice, Cost
 from cufa.plan.tile_sizes import row_tiles, sizes_of
 from cufa.problem import FLOAT8, MAX_AXIS, MAX_EXTENT, Problem, lse_shape, one_of
-from cufa.rounding import ceil_div, round_up
 
 # Rows of a block; with more rows, K and V are read again. Above the first number, each warp has twice as many
 # rows, so that each load of K and V serves both its 16-row tiles.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import round_up
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LEAST_REGISTERS,
@@ -21,14 +22,14 @@ from cufa.plan.hopper import (
     Warpgroups,
     panel_tile_bytes,
 )
+from cufa.plan.macros import common_macros
 from cufa.plan.pace import Pace, fastest
 from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import Candidates, Cost, with_sizes
 from cufa.plan.tile_sizes import query_tiles, row_tiles, sizes_of
 from cufa.problem import Problem
-from cufa.rounding import round_up
 
 # Threads of the launch that makes halves, and the most rows that they process at once.
 HALVING_THREADS, ROWS_AT_ONCE = 256, 32

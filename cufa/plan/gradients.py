@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from math import prod
 
+from cufa.integers import ceil_div
 from cufa.plan.record import Launch, Macro, Scratch
 from cufa.problem import Problem, lse_shape
-from cufa.rounding import ceil_div
 
 
 def gradient_macros(problem: Problem) -> tuple[Macro, ...]:

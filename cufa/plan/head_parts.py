@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from cufa.integers import ceil_div, round_up
 from cufa.plan.record import Launch, Scratch
 from cufa.plan.tile_sizes import TileSizes, row_tiles
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 # Columns of a part's gradients are padded to a multiple of 8.
 KEY_SUMS_STEP = 8

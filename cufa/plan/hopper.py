@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM
+from cufa.integers import ceil_div
 from cufa.plan.record import BIAS, TensorBox
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 WARPGROUP = 128
 # Rows of one wgmma, its depth, and its most columns.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cufa.device import Device
+from cufa.integers import ceil_div
 from cufa.kernels import kernel_named
 from cufa.plan import fwd_6_wgmma, fwd_8_split_kv
 from cufa.plan.record import Decisions
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 FEW, MANY = "fwd_8_split_kv", "fwd_6_wgmma"
 # From this many queries on, a partly filled tile of fwd_6_wgmma takes less time than several of 16 rows.

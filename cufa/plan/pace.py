@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.tile_sizes import TileSizes, query_tiles
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 
 class PersistentTiles(TileSizes, Protocol):

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 from cufa.device import Device
+from cufa.integers import ceil_div
 from cufa.messages import counted
 from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace
 from cufa.plan.record import Parting, PartPlace
-from cufa.plan.sizes import MOST_PARTS_OF_HEAD
+from cufa.plan.struct_sizes import MOST_PARTS_OF_HEAD
 from cufa.plan.tile_sizes import TileSizes, query_tiles
 from cufa.problem import MAX_EXTENT, Problem
-from cufa.rounding import ceil_div
 
 
 class PartedTiles(TileSizes, Protocol):

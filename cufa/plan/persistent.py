@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cufa.device import WARP_SIZE, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from cufa.integers import round_up
 from cufa.plan import parting
 from cufa.plan.fwd_6_tiles import MOST_VALUE_DIM, T, Tiles
 from cufa.plan.hopper import (
@@ -20,13 +21,13 @@ from cufa.plan.hopper import (
     has_bias_boxes,
     lengths_vary,
 )
+from cufa.plan.macros import common_macros
 from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, Macro, Parting, Scratch
 from cufa.plan.seen import WORD_BITS, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import Candidates, Choice, Cost
 from cufa.plan.tile_sizes import query_tiles, sizes_of
 from cufa.problem import BYTE_BITS, Problem
-from cufa.rounding import round_up
 
 # For a tile of queries, besides which of its keys a block has.
 WORK_TILE_BYTES = 16

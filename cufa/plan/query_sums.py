@@ -6,11 +6,11 @@ from enum import Enum
 from math import inf
 
 from cufa.device import Device
+from cufa.integers import ceil_div
 from cufa.plan.head_parts import FILLED
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
 from cufa.plan.wgmma_backward_tiles import CONSUMERS, LONG_TILES, PAIR_TILES, SUM_BYTES, Tiles, shares_keys
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 # The rounds of blocks in which SMs process all tiles of keys: how many it takes for blocks to add so. In few,
 # all begin at once and wait for the first. In fewer than one, parts of rows fill SMs, which add in no order.

@@ -10,10 +10,10 @@ from math import prod
 from typing import NamedTuple
 
 from cufa.device import Device
+from cufa.integers import round_up
 from cufa.jit import Variant
 from cufa.messages import counted
 from cufa.problem import Problem
-from cufa.rounding import round_up
 from cufa.score_mod import header
 from cufa.traced.header import HEADER
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cufa.device import Device
+from cufa.integers import round_up
 from cufa.kernels import KERNELS, Kernel, kernel_named
 from cufa.plan import fwd_5_mma, fwd_6_wgmma, fwd_7_fp8, fwd_8_split_kv, fwd_9_float32, fwd_10_wgmma_wide
 from cufa.plan.suited import unsuited
 from cufa.problem import Problem
-from cufa.rounding import round_up
 
 # Estimated microseconds of a plan on an H200, besides what every launch takes. Other GPUs count as an H200
 # with their number of SMs: what matters is which price is lowest.

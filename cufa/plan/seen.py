@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cufa.integers import ceil_div, round_up
 from cufa.plan.record import Launch, Scratch
 from cufa.plan.tile_sizes import TileSizes, counted_row_tiles
 from cufa.problem import BYTE_BITS, Problem
-from cufa.rounding import ceil_div, round_up
 
 # Bytes of what is known about a tile under a mask: mask_tiles.cuh's SeenPart.
 SEEN_PART_BYTES = 2

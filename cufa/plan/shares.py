@@ -11,13 +11,13 @@ import math
 from typing import Protocol
 
 from cufa.device import Device
+from cufa.integers import ceil_div
 from cufa.plan import parting
 from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace, memory_time
 from cufa.plan.record import Parting
 from cufa.plan.tile_sizes import TileSizes
 from cufa.problem import MAX_EXTENT, Problem
-from cufa.rounding import ceil_div
 
 # share_walk.cuh: as many keys as take as long as a tile of queries beside its keys.
 TILE_IN_KEYS = 192

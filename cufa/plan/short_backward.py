@@ -7,8 +7,8 @@ wrong by much.
 from __future__ import annotations
 
 from cufa.device import Device
+from cufa.integers import ceil_div
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 # The limits above those of wide heads are for at most this many head dims.
 _NARROW_DIM = 128

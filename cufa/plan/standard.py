@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import ceil_div
+from cufa.plan.macros import common_macros
 from cufa.plan.record import Decisions, Launch, Scratch
-from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, common_macros
+from cufa.plan.struct_sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256

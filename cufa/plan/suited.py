@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cufa.device import Device
+from cufa.integers import ceil_div, round_up
 from cufa.kernels import Kernel, kernel_named
 from cufa.plan.hopper import WGMMA_M
 from cufa.plan.short_backward import is_short, is_short_if_wide
 from cufa.plan.wgmma_backward_tiles import PAIR_TILES
 from cufa.problem import MAX_HEAD_DIM, Problem
-from cufa.rounding import ceil_div, round_up
 
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))

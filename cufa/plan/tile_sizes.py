@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
+from cufa.integers import ceil_div
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
 
 
 class TileSizes(Protocol):

@@ -16,6 +16,7 @@ from math import prod
 from typing import TypeVar
 
 from cufa.device import WARP_SIZE, Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.gradients import (
     bias_macros,
     gradient_launches,
@@ -24,17 +25,12 @@ from cufa.plan.gradients import (
     row_blocks,
     sink_launch,
 )
+from cufa.plan.macros import common_macros
 from cufa.plan.record import Decisions, Launch, Macro, Scratch
-from cufa.plan.sizes import (
-    VECTOR_BYTES,
-    common_macros,
-    params_bytes,
-    shared_matrix_bytes,
-)
+from cufa.plan.struct_sizes import VECTOR_BYTES, params_bytes, shared_matrix_bytes
 from cufa.plan.tile_choice import Candidates, Choice, Cost
 from cufa.plan.tile_sizes import query_tiles, row_tiles, sizes_of
 from cufa.problem import Problem, lse_shape
-from cufa.rounding import ceil_div, round_up
 
 # The cost of a thread's 16-byte read of shared memory, in multiply-adds of float32. With it the model
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from cufa.integers import ceil_div, round_up
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
+from cufa.plan.macros import common_macros
 from cufa.plan.query_sums import Adding, few_add, query_bytes, way_of_adding
 from cufa.plan.record import Decisions, Launch, Macro, Scratch, TensorBox
 from cufa.plan.seen import seen_by_all, seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.struct_sizes import params_bytes
 from cufa.plan.tile_choice import Candidates, Choice, Cost
 from cufa.plan.tile_sizes import counted_row_tiles, query_tiles, row_tiles, sizes_of
 from cufa.plan.wgmma_backward_tiles import (
@@ -51,7 +53,6 @@ from cufa.plan.wgmma_backward_tiles import (
     wide_cost,
 )
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 HELPER_THREADS = 256
 # Rows of the tile that helpers round are padded by this much, against bank conflicts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cufa.device import REGISTERS_PER_SM, Device
+from cufa.integers import ceil_div, round_up
 from cufa.plan.head_parts import check_head_parts
 from cufa.plan.hopper import (
     BARRIER_BYTES,
@@ -22,10 +23,9 @@ from cufa.plan.hopper import (
     lengths_vary,
     panel_tile_bytes,
 )
-from cufa.plan.sizes import VECTOR_BYTES
+from cufa.plan.struct_sizes import VECTOR_BYTES
 from cufa.plan.tile_choice import Cost
 from cufa.problem import Problem
-from cufa.rounding import ceil_div, round_up
 
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP

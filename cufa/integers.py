@@ -1,4 +1,4 @@
-"""Division that rounds up."""
+"""Integers divided and rounded up."""
 
 from __future__ import annotations
 

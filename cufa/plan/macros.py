@@ -1,34 +1,10 @@
-"""Sizes that the host and the kernels must agree on. The kernels assert each of them."""
+"""The macros of config.cuh: what kernels are compiled for, besides the sizes of their tiles."""
 
 from __future__ import annotations
 
 from cufa.plan.record import NOT_PARTED, Macro, Parting
+from cufa.plan.struct_sizes import MOST_PARTS_OF_HEAD
 from cufa.problem import Features, Problem
-from cufa.rounding import ceil_div
-
-# The structs of params.cuh, whose fields cufa/params.py packs.
-FORWARD_PARAMS_BYTES = 400
-BACKWARD_PARAMS_BYTES = 568
-SOFTMAX_PARAMS_BYTES = 48
-MERGE_PARAMS_BYTES = 136
-ROTARY_PARAMS_BYTES = 120
-QUANTIZE_PARAMS_BYTES = 104
-APPEND_PARAMS_BYTES = 304
-
-
-# The most parts of a head's tiles that may be listed (PartPlace), and the bytes of each in the list.
-MOST_PARTS_OF_HEAD, PART_PLACE_BYTES = 192, 4
-
-
-def params_bytes(problem: Problem, parting: Parting = NOT_PARTED) -> int:
-    """The size of ForwardParams or BackwardParams, including the arrays that the caller's functions read."""
-    plain = FORWARD_PARAMS_BYTES if problem.direction == "forward" else BACKWARD_PARAMS_BYTES
-    of_parts = MOST_PARTS_OF_HEAD * PART_PLACE_BYTES if parting.places else 0
-    return plain + problem.features.mod_array_bytes + of_parts
-
-
-# One shared-memory access of a thread.
-VECTOR_BYTES = 16
 
 
 def common_macros(
@@ -71,9 +47,3 @@ def feature_macros(features: Features, parting: Parting = NOT_PARTED) -> tuple[M
         ("SHARES_KEYS", parting.in_shares),
         ("MOST_PARTS_OF_HEAD", MOST_PARTS_OF_HEAD),
     )
-
-
-def shared_matrix_bytes(rows: int, cols: int, itemsize: int) -> int:
-    """The size of shared.cuh's SharedMatrix: a row is an odd number of 16-byte vectors."""
-    vector = VECTOR_BYTES // itemsize
-    return rows * (ceil_div(cols, vector) | 1) * VECTOR_BYTES

@@ -234,7 +234,7 @@ PLANTED = {
         "fwd_4_flash_v2",
         "fwd_4_flash_v2.cu",
         "    Accumulator acc = {};",
-        "    if (first_row + grid.row(0) >= seqlen_q) return;\n    Accumulator acc = {};",
+        "    if (first_row + layout.row(0) >= seqlen_q) return;\n    Accumulator acc = {};",
         r"threads wait for others that do not come\n"
         r"threads 0-7 in __syncthreads\n    fwd_4_flash_v2.cu:\d+: attend\n"
         r"(?s:.*)threads 8-63 returned$",
@@ -298,7 +298,7 @@ PLANTED = {
     "row that several threads write": (
         "fwd_4_flash_v2",
         "fwd_4_flash_v2.cu",
-        "if (lse && grid.x == 0)",
+        "if (lse && layout.x == 0)",
         "if (lse)",
         r"race: writes 4 bytes of lse at byte \d+, which thread 0 writes with no barrier between",
     ),
@@ -312,8 +312,8 @@ PLANTED = {
     "wrong lane of a tile": (
         "bwd_2_flash_v2",
         "products.cuh",
-        "weights.vec(grid.row(i), k)",
-        "weights.vec(grid.row(TM - 1 - i), k)",
+        "weights.vec(layout.row(i), k)",
+        "weights.vec(layout.row(TM - 1 - i), k)",
         r"is .* should be",
     ),
     "wrong element of a fragment": (

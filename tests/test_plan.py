@@ -132,8 +132,8 @@ def macros_of(plan: Plan) -> dict[str, str | int | bool]:
 def misfit(plan: Plan) -> str | None:
     """Why the tiles of a tiled kernel's plan cannot be compiled, if so."""
     tiles = Tiles(**plan.tiles)
-    if plan.kernel.startswith("bwd") and tiles.block_n % tiles.grid_rows:
-        return "the backward shares out a tile's keys among the rows of the grid"
+    if plan.kernel.startswith("bwd") and tiles.block_n % tiles.thread_rows:
+        return "the backward shares out a tile's keys among the rows of threads"
     return tiles.misfit()
 
 

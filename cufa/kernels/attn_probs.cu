@@ -12,11 +12,11 @@
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<kThreads, LANES>;
-constexpr int kRows = kBlockM / Grid::kY;  // of S, per thread
-constexpr int kKeys = kBlockN / Grid::kX;  // of S, per thread
-static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
-static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
+using Layout = ThreadLayout<kThreads, LANES>;
+constexpr int kRows = kBlockM / Layout::kY;  // of S, per thread
+constexpr int kKeys = kBlockN / Layout::kX;  // of S, per thread
+static_assert(kRows * Layout::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
+static_assert(kKeys * Layout::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Smem {
@@ -27,11 +27,11 @@ struct Smem {
 using Probabilities = ScoreTile<kRows, kKeys>;
 
 // What to subtract from the scores of a thread's rows, in log 2.
-__device__ inline void load_shifts(acc_t (&shift)[kRows], const acc_t* lse, const Grid& grid,
+__device__ inline void load_shifts(acc_t (&shift)[kRows], const acc_t* lse, const Layout& layout,
                                    int first_row, int end_row) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + grid.row(i);
+        const int row = first_row + layout.row(i);
         shift[i] = row < end_row ? lse[row] * acc_t(kLog2E) : acc_t(0);
         if (shift[i] == negative_infinity()) shift[i] = 0;  // all scores of the row are -inf, too
     }
@@ -39,25 +39,26 @@ __device__ inline void load_shifts(acc_t (&shift)[kRows], const acc_t* lse, cons
 
 // Turns products into probabilities. Those of unseen keys are 0, also in a row whose LSE is NaN.
 __device__ inline void exponentiate(const ScoreRules& rules, Probabilities& p,
-                                    const acc_t (&shift)[kRows], const Grid& grid, int first_row,
-                                    int first_key) {
+                                    const acc_t (&shift)[kRows], const Layout& layout,
+                                    int first_row, int first_key) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
-            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const int row = first_row + layout.row(i), key = first_key + layout.key(j);
             p[i][j] = rules.sees(row, key) ? exp2_of(rules.score(p[i][j], row, key) - shift[i])
                                            : acc_t(0);
         }
 }
 
 __device__ inline void store(Matrix<scalar_t> to, const Probabilities& p, acc_t factor,
-                             const Grid& grid, int first_row, int first_key, const Sizes& sizes) {
+                             const Layout& layout, int first_row, int first_key,
+                             const Sizes& sizes) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
-            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const int row = first_row + layout.row(i), key = first_key + layout.key(j);
             if (row < sizes.seqlen_q && key < sizes.seqlen_k)
                 to.row(row)[key] = from_acc<scalar_t>(p[i][j] * factor);
         }
@@ -66,7 +67,7 @@ __device__ inline void store(Matrix<scalar_t> to, const Probabilities& p, acc_t 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     attn_probs(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
-    const Grid grid;
+    const Layout layout;
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
     const ScoreRules rules(params, sequence, head);
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
     acc_t shift[kRows];
     const acc_t* lse = static_cast<const acc_t*>(params.lse);
-    load_shifts(shift, lse + sequence.first_row(head, params.sizes), grid, first_row,
+    load_shifts(shift, lse + sequence.first_row(head, params.sizes), layout, first_row,
                 sequence.seqlen_q);
     const acc_t factor = kDropout ? kept_scale(rules.features) : acc_t(1);
     for (int key = 0; key < params.sizes.seqlen_k; key += kBlockN) {
@@ -86,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             __syncthreads();  // every warp is done with the previous K
             load_tile<kThreads, kHeadDim>(smem.k, k, key, tiles.end);
             __syncthreads();
-            product_nt<kHeadDim>(p, smem.q, smem.k, grid);
-            exponentiate(rules, p, shift, grid, first_row, key);
-            if constexpr (kDropout) drop(rules, p, grid, first_row, key);
+            product_nt<kHeadDim>(p, smem.q, smem.k, layout);
+            exponentiate(rules, p, shift, layout, first_row, key);
+            if constexpr (kDropout) drop(rules, p, layout, first_row, key);
         }
-        store(out, p, factor, grid, first_row, key, params.sizes);
+        store(out, p, factor, layout, first_row, key, params.sizes);
     }
 }

@@ -33,23 +33,23 @@
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<kThreads, LANES>;
-constexpr int kRows = kBlockM / Grid::kY;
-constexpr int kKeys = kBlockN / Grid::kX;
-constexpr int kTileKeys = kBlockN / Grid::kY;
+using Layout = ThreadLayout<kThreads, LANES>;
+constexpr int kRows = kBlockM / Layout::kY;
+constexpr int kKeys = kBlockN / Layout::kX;
+constexpr int kTileKeys = kBlockN / Layout::kY;
 // Slices of the head dims, of which shared memory holds one at a time; the columns of a slice, in
 // groups of a thread, and without padding if there is one slice; how many slices have any.
 constexpr int kSlices = SLICES;
-constexpr int kHeadCols = Grid::padded(ceil_div(kHeadDim, kSlices));
-constexpr int kValueCols = Grid::padded(ceil_div(kValueDim, kSlices));
-constexpr int kHeadGroups = Grid::groups(kHeadCols), kValueGroups = Grid::groups(kValueCols);
+constexpr int kHeadCols = Layout::padded(ceil_div(kHeadDim, kSlices));
+constexpr int kValueCols = Layout::padded(ceil_div(kValueDim, kSlices));
+constexpr int kHeadGroups = Layout::groups(kHeadCols), kValueGroups = Layout::groups(kValueCols);
 constexpr int kHeadDepth = min_of(kHeadDim, kHeadCols);
 constexpr int kValueDepth = min_of(kValueDim, kValueCols);
 constexpr int kHeadSlices = ceil_div(kHeadDim, kHeadCols);
 constexpr int kValueSlices = ceil_div(kValueDim, kValueCols);
-static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
-static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
-static_assert(kTileKeys * Grid::kY == kBlockN, "BLOCK_N must be a multiple of THREADS / LANES");
+static_assert(kRows * Layout::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
+static_assert(kKeys * Layout::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
+static_assert(kTileKeys * Layout::kY == kBlockN, "BLOCK_N must be a multiple of THREADS / LANES");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Tiles {
@@ -163,24 +163,24 @@ struct ScoreGradients {
     ScoreTile<kRows, kKeys> p = {}, ds = {};
 
     // Adds a slice's part of S and dP.
-    __device__ void add_products(const Tiles& smem, const Grid& grid, int slice) {
-        if (slice < kHeadSlices) add_product<kHeadDepth>(p, smem.q, smem.k, grid);
-        if (slice < kValueSlices) add_product<kValueDepth>(ds, smem.dout, smem.v, grid);
+    __device__ void add_products(const Tiles& smem, const Layout& layout, int slice) {
+        if (slice < kHeadSlices) add_product<kHeadDepth>(p, smem.q, smem.k, layout);
+        if (slice < kValueSlices) add_product<kValueDepth>(ds, smem.dout, smem.v, layout);
     }
 
     // Turns S into P and dP into dS. Where a row does not see a key, neither is computed: an LSE of
     // -inf or a NaN in the key must have no effect. `add_up` adds to the other gradients, score by
     // score.
     template <bool Masked, class AddUp>
-    __device__ void differentiate(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
+    __device__ void differentiate(const Tiles& smem, const ScoreRules& rules, const Layout& layout,
                                   int first_row, int first_key, const AddUp& add_up) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int row = first_row + grid.row(i);
-            const RowStats stats = smem.rows[grid.row(i)];
+            const int row = first_row + layout.row(i);
+            const RowStats stats = smem.rows[layout.row(i)];
 #pragma unroll
             for (int j = 0; j < kKeys; ++j) {
-                const int key = first_key + grid.key(j);
+                const int key = first_key + layout.key(j);
                 if (Masked && !rules.sees(row, key)) {
                     p[i][j] = ds[i][j] = unseen_weight();
                     continue;
@@ -199,12 +199,12 @@ struct ScoreGradients {
     // The sum of a slice is complete before it is added: so it rounds less.
     template <int Depth, class A, class B>
     __device__ static void add_product(ScoreTile<kRows, kKeys>& sums, const A& a, const B& b,
-                                       const Grid& grid) {
+                                       const Layout& layout) {
         if constexpr (kSlices == 1) {
-            product_nt<Depth>(sums, a, b, grid);
+            product_nt<Depth>(sums, a, b, layout);
         } else {
             ScoreTile<kRows, kKeys> of_slice;
-            product_nt<Depth>(of_slice, a, b, grid);
+            product_nt<Depth>(of_slice, a, b, layout);
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -221,8 +221,8 @@ struct KeyGradients {
 
     // Processes one tile of queries. The keys are there if there is one slice.
     template <bool Masked>
-    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys, const Grid& grid,
-                           int first_row) {
+    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys,
+                           const Layout& layout, int first_row) {
         const auto load = [&](int slice) {
             load_queries(smem, head, first_row, slice);
             if (kSlices > 1) load_keys(smem, keys, slice);
@@ -232,7 +232,7 @@ struct KeyGradients {
             if (kSlices > 1) load_values(smem, keys, slice);
         };
         ScoreGradients scores;
-        for_slices(load_all, [&](int slice) { scores.add_products(smem, grid, slice); });
+        for_slices(load_all, [&](int slice) { scores.add_products(smem, layout, slice); });
         const auto add_up = [&](int row, int key, acc_t product, const ScoreGradient& gradient) {
             if constexpr (kBiasGradient) head.bias.add(row, key, gradient.score);
             if constexpr (kArrayGradients) {
@@ -241,16 +241,16 @@ struct KeyGradients {
                 of_arrays.add(head.arrays, 0, 0, slopes, gradient.modified);
             }
         };
-        scores.differentiate<Masked>(smem, head.rules, grid, first_row, keys.first, add_up);
-        store_scores(smem.p, scores.p, grid);
-        store_scores(smem.ds, scores.ds, grid);
+        scores.differentiate<Masked>(smem, head.rules, layout, first_row, keys.first, add_up);
+        store_scores(smem.p, scores.p, layout);
+        store_scores(smem.ds, scores.ds, layout);
         __syncthreads();
         for_slices_back(load, [&](int slice) {
-            if (slice < kValueSlices) product_tn<Masked>(dv[slice], smem.p, smem.dout, grid);
+            if (slice < kValueSlices) product_tn<Masked>(dv[slice], smem.p, smem.dout, layout);
             if (slice >= kHeadSlices) return;
-            product_tn<Masked>(dk[slice], smem.ds, smem.q, grid);
+            product_tn<Masked>(dk[slice], smem.ds, smem.q, layout);
             if constexpr (!kDeterministic)
-                add_to_queries<Masked>(smem, head, grid, first_row, slice * kHeadCols);
+                add_to_queries<Masked>(smem, head, layout, first_row, slice * kHeadCols);
         });
     }
 
@@ -258,19 +258,19 @@ struct KeyGradients {
     // dQ += dS K, in the columns of a slice. With several, rows are found anew for each.
     template <bool Masked>
     __device__ static void add_to_queries(const Tiles& smem, const QueryHead& head,
-                                          const Grid& grid, int first_query, int first_col) {
+                                          const Layout& layout, int first_query, int first_col) {
         const int first_row = kSlices > 1 ? ptx::anew(first_query) : first_query;
         OutputTile<kRows, kHeadGroups> dq = {};
-        product_nn<Masked>(dq, smem.ds, smem.k, grid);
+        product_nn<Masked>(dq, smem.ds, smem.k, layout);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int row = first_row + grid.row(i);
+            const int row = first_row + layout.row(i);
             if (row >= head.rules.mask.seqlen_q) continue;
 #pragma unroll
             for (int c = 0; c < kHeadGroups; ++c)
 #pragma unroll
                 for (int e = 0; e < kVec; ++e) {
-                    const int col = first_col + grid.dim(c) + e;
+                    const int col = first_col + layout.dim(c) + e;
                     if (col < kHeadDim) atomicAdd(head.dq_sums.row(row) + col, dq[i][c][e]);
                 }
         }
@@ -283,8 +283,8 @@ struct QueryGradients {
 
     // Processes one tile of keys. The queries are there if there is one slice.
     template <bool Masked>
-    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys, const Grid& grid,
-                           int first_row) {
+    __device__ void attend(Tiles& smem, const QueryHead& head, const KeysAt& keys,
+                           const Layout& layout, int first_row) {
         const auto load = [&](int slice) { load_keys(smem, keys, slice); };
         const auto load_all = [&](int slice) {
             load(slice);
@@ -292,14 +292,14 @@ struct QueryGradients {
             if (kSlices > 1) load_queries(smem, head, first_row, slice);
         };
         ScoreGradients scores;
-        for_slices(load_all, [&](int slice) { scores.add_products(smem, grid, slice); });
+        for_slices(load_all, [&](int slice) { scores.add_products(smem, layout, slice); });
         const auto nothing_else = [](int, int, acc_t, const ScoreGradient&) {};
-        scores.differentiate<Masked>(smem, head.rules, grid, first_row, keys.first, nothing_else);
+        scores.differentiate<Masked>(smem, head.rules, layout, first_row, keys.first, nothing_else);
         // A row of dS is written and read by lanes of one warp only.
-        store_scores(smem.ds, scores.ds, grid);
+        store_scores(smem.ds, scores.ds, layout);
         __syncwarp();
         for_slices_back(load, [&](int slice) {
-            if (slice < kHeadSlices) product_nn<Masked>(dq[slice], smem.ds, smem.k, grid);
+            if (slice < kHeadSlices) product_nn<Masked>(dq[slice], smem.ds, smem.k, layout);
         });
     }
 };
@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     key_tiles(const __grid_constant__ BackwardParams params) {
     Tiles& smem = shared_memory<Tiles>();
-    const Grid grid;
+    const Layout layout;
     const auto [sequence, kv_head, first_key] = key_tile_of_block<kBlockN>(params);
     const int keys_end = end_of_keys(params, sequence);
     if (kPacked && first_key >= keys_end) return;  // the sequence does not have this tile
@@ -340,9 +340,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         const QueryTiles<kBlockM> tiles(head.rules.mask, first_key, kBlockN);
         for (int row = tiles.begin; row < tiles.end; row += kBlockM) {
             if (tiles.masked(row)) {
-                gradients.attend<true>(smem, head, keys, grid, row);
+                gradients.attend<true>(smem, head, keys, layout, row);
             } else {
-                gradients.attend<false>(smem, head, keys, grid, row);
+                gradients.attend<false>(smem, head, keys, layout, row);
             }
         }
     }
@@ -352,15 +352,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const auto dv = sequence.keys<scalar_t>(params.dv, kv_head);
 #pragma unroll
     for (int j = 0; j < kTileKeys; ++j) {
-        const int key = first_key + grid.key_row<kTileKeys>(j);
+        const int key = first_key + layout.key_row<kTileKeys>(j);
         if (key >= keys_end) continue;
 #pragma unroll
         for (int slice = 0; slice < kHeadSlices; ++slice)
-            store_row<kHeadDim>(dk.row(key), gradients.dk[slice][j], params.softmax_scale, grid,
+            store_row<kHeadDim>(dk.row(key), gradients.dk[slice][j], params.softmax_scale, layout,
                                 slice * kHeadCols);
 #pragma unroll
         for (int slice = 0; slice < kValueSlices; ++slice)
-            store_row<kValueDim>(dv.row(key), gradients.dv[slice][j], 1, grid, slice * kValueCols);
+            store_row<kValueDim>(dv.row(key), gradients.dv[slice][j], 1, layout,
+                                 slice * kValueCols);
     }
 }
 
@@ -368,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     query_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kDeterministic) {
         Tiles& smem = shared_memory<Tiles>();
-        const Grid grid;
+        const Layout layout;
         const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
         if (kPacked && first_row >= sequence.seqlen_q) return;  // the sequence lacks this tile
 
@@ -381,21 +382,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
             const KeysAt keys = {k, v, key, sequence.seqlen_k};
             if (tiles.masked(key)) {
-                gradients.attend<true>(smem, queries, keys, grid, first_row);
+                gradients.attend<true>(smem, queries, keys, layout, first_row);
             } else {
-                gradients.attend<false>(smem, queries, keys, grid, first_row);
+                gradients.attend<false>(smem, queries, keys, layout, first_row);
             }
         }
 
         const auto dq = sequence.queries<scalar_t>(params.dq, head);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int row = first_row + grid.row(i);
+            const int row = first_row + layout.row(i);
             if (row >= sequence.seqlen_q) continue;
 #pragma unroll
             for (int slice = 0; slice < kHeadSlices; ++slice)
-                store_row<kHeadDim>(dq.row(row), gradients.dq[slice][i], params.softmax_scale, grid,
-                                    slice * kHeadCols);
+                store_row<kHeadDim>(dq.row(row), gradients.dq[slice][i], params.softmax_scale,
+                                    layout, slice * kHeadCols);
         }
     }
 }

@@ -19,18 +19,18 @@
 
 constexpr int kThreads = THREADS;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<kThreads, LANES>;
-constexpr int kRows = kBlockM / Grid::kY;
-constexpr int kKeys = kBlockN / Grid::kX;
-constexpr int kGroups = Grid::groups(kValueDim);
-static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
-static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
+using Layout = ThreadLayout<kThreads, LANES>;
+constexpr int kRows = kBlockM / Layout::kY;
+constexpr int kKeys = kBlockN / Layout::kX;
+constexpr int kGroups = Layout::groups(kValueDim);
+static_assert(kRows * Layout::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
+static_assert(kKeys * Layout::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Smem {
     SharedMatrix<kBlockM, kHeadDim> q;
     SharedMatrix<kBlockN, kHeadDim> k;
-    SharedMatrix<kBlockN, Grid::padded(kValueDim)> v;
+    SharedMatrix<kBlockN, Layout::padded(kValueDim)> v;
     SharedMatrix<kBlockM, kBlockN> p;
 };
 
@@ -66,18 +66,18 @@ struct Statistics {
 
     // Turns a tile of scores into P and updates the statistics of earlier launches.
     __device__ void exponentiate(ScoreTile<kRows, kKeys>& scores, const State& state,
-                                 const KeyBlock& keys, const Grid& grid, int first_row,
+                                 const KeyBlock& keys, const Layout& layout, int first_row,
                                  int seqlen_q) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int row = first_row + grid.row(i);
+            const int row = first_row + layout.row(i);
             const bool resumes = row < seqlen_q && !keys.is_first;
             if (resumes) softmax[i].max = state.m[row];
             old_sum[i] = resumes ? state.l[row] : 0;
-            old_sum[i] *= softmax[i].raise_max(lanes_max<Grid::kX>(max_of(scores[i])));
+            old_sum[i] *= softmax[i].raise_max(lanes_max<Layout::kX>(max_of(scores[i])));
 #pragma unroll
             for (int j = 0; j < kKeys; ++j) scores[i][j] = softmax[i].weight(scores[i][j]);
-            softmax[i].total<Grid::kX>();
+            softmax[i].total<Layout::kX>();
             softmax[i].sum += old_sum[i];
         }
     }
@@ -85,13 +85,13 @@ struct Statistics {
     // Turns row i of P V into O (line 12): adds the old O, weighted with the old sum, and divides
     // by the new sum.
     __device__ void join_output(Vec (&o)[kGroups], int i, acc_t* old_o, const KeyBlock& keys,
-                                const Grid& grid) const {
+                                const Layout& layout) const {
         const acc_t normalizer = softmax[i].normalizer();
 #pragma unroll
         for (int c = 0; c < kGroups; ++c)
 #pragma unroll
             for (int e = 0; e < kVec; ++e) {
-                const int col = grid.dim(c) + e;
+                const int col = layout.dim(c) + e;
                 if (col >= kValueDim) continue;
                 if (!keys.is_first) o[c][e] += old_sum[i] * old_o[col];
                 o[c][e] *= normalizer;
@@ -104,21 +104,22 @@ struct Statistics {
 // O, l and m for the next launch.
 __device__ inline void end_launch(OutputTile<kRows, kGroups>& o, const Statistics& statistics,
                                   const State& state, const ForwardParams& params, int batch,
-                                  int head, int first_row, const KeyBlock& keys, const Grid& grid) {
+                                  int head, int first_row, const KeyBlock& keys,
+                                  const Layout& layout) {
     const Sizes& sizes = params.sizes;
     acc_t* lse = static_cast<acc_t*>(params.lse);
     if (lse) lse += first_row_of(batch, head, sizes);
     const auto out = matrix_of<scalar_t>(params.o, batch, head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + grid.row(i);
+        const int row = first_row + layout.row(i);
         if (row >= sizes.seqlen_q) continue;
         statistics.join_output(o[i], i, state.o + static_cast<long long>(row) * kValueDim, keys,
-                               grid);
+                               layout);
         if (keys.is_last) {
-            store_row<kValueDim>(out.row(row), o[i], 1, grid);
-            if (lse && grid.x == 0) lse[row] = statistics.softmax[i].lse();
-        } else if (grid.x == 0) {
+            store_row<kValueDim>(out.row(row), o[i], 1, layout);
+            if (lse && layout.x == 0) lse[row] = statistics.softmax[i].lse();
+        } else if (layout.x == 0) {
             state.l[row] = statistics.softmax[i].sum;
             state.m[row] = statistics.softmax[i].max;
         }
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (keys.first_key >= mask.keys_end(last_row) && !keys.is_first && !keys.is_last) return;
 
     Smem& smem = shared_memory<Smem>();
-    const Grid grid;
+    const Layout layout;
     load_tile<kThreads, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
                                   first_row, sizes.seqlen_q);
     load_tile<kThreads, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
@@ -148,20 +149,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;
-    product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
-    scale_and_mask<true>(scores, params.scale_log2, grid, mask, first_row, keys.first_key);
+    product_nt<kHeadDim>(scores, smem.q, smem.k, layout);
+    scale_and_mask<true>(scores, params.scale_log2, layout, mask, first_row, keys.first_key);
 
     const State state(params, batch, head);
     Statistics statistics;
-    statistics.exponentiate(scores, state, keys, grid, first_row, sizes.seqlen_q);
-    mark_unseen(scores, grid, [&, first = first_row](int row, int key) {
+    statistics.exponentiate(scores, state, keys, layout, first_row, sizes.seqlen_q);
+    mark_unseen(scores, layout, [&, first = first_row](int row, int key) {
         return keys.first_key + key < mask.keys_end(first + row);
     });
 
     // A row of P is written and read by lanes of one warp only.
-    store_scores(smem.p, scores, grid);
+    store_scores(smem.p, scores, layout);
     __syncwarp();
     OutputTile<kRows, kGroups> o = {};
-    product_nn<true>(o, smem.p, smem.v, grid);
-    end_launch(o, statistics, state, params, batch, head, first_row, keys, grid);
+    product_nn<true>(o, smem.p, smem.v, layout);
+    end_launch(o, statistics, state, params, batch, head, first_row, keys, layout);
 }

@@ -20,18 +20,18 @@
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<kThreads, LANES>;
-constexpr int kRows = kBlockM / Grid::kY;  // of S and O, per thread
-constexpr int kKeys = kBlockN / Grid::kX;  // of S, per thread
-constexpr int kGroups = Grid::groups(kValueDim);
-static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
-static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
+using Layout = ThreadLayout<kThreads, LANES>;
+constexpr int kRows = kBlockM / Layout::kY;  // of S and O, per thread
+constexpr int kKeys = kBlockN / Layout::kX;  // of S, per thread
+constexpr int kGroups = Layout::groups(kValueDim);
+static_assert(kRows * Layout::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
+static_assert(kKeys * Layout::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Smem {
     SharedMatrix<kBlockM, kHeadDim> q;
     SharedMatrix<kBlockN, kHeadDim> k;
-    SharedMatrix<kBlockN, Grid::padded(kValueDim)> v;
+    SharedMatrix<kBlockN, Layout::padded(kValueDim)> v;
     SharedMatrix<kBlockM, kBlockN> p;
 };
 
@@ -44,7 +44,7 @@ struct Accumulator {
     __device__ void exponentiate(ScoreTile<kRows, kKeys>& scores) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const acc_t shrink = softmax[i].raise_max(lanes_max<Grid::kX>(max_of(scores[i])));
+            const acc_t shrink = softmax[i].raise_max(lanes_max<Layout::kX>(max_of(scores[i])));
 #pragma unroll
             for (int c = 0; c < kGroups; ++c)
 #pragma unroll
@@ -58,33 +58,33 @@ struct Accumulator {
 template <bool Masked>
 __device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& rules,
                               const KeyMatrix<const scalar_t>& k,
-                              const KeyMatrix<const scalar_t>& v, const Grid& grid, int first_row,
-                              int first_key) {
+                              const KeyMatrix<const scalar_t>& v, const Layout& layout,
+                              int first_row, int first_key) {
     __syncthreads();  // every warp is done with the previous K and V
     load_tile<kThreads, kHeadDim>(smem.k, k, first_key, rules.mask.seqlen_k);
     load_tile<kThreads, kValueDim>(smem.v, v, first_key, rules.mask.seqlen_k);
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;
-    product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
-    apply<Masked>(rules, scores, grid, first_row, first_key);
+    product_nt<kHeadDim>(scores, smem.q, smem.k, layout);
+    apply<Masked>(rules, scores, layout, first_row, first_key);
     acc.exponentiate(scores);
-    if constexpr (kDropout) drop(rules, scores, grid, first_row, first_key);
+    if constexpr (kDropout) drop(rules, scores, layout, first_row, first_key);
     if constexpr (Masked) {
-        mark_unseen(scores, grid,
+        mark_unseen(scores, layout,
                     [&](int row, int key) { return rules.sees(first_row + row, first_key + key); });
     }
 
     // A row of P is written and read by lanes of one warp only.
-    store_scores(smem.p, scores, grid);
+    store_scores(smem.p, scores, layout);
     __syncwarp();
-    product_nn<Masked>(acc.o, smem.p, smem.v, grid);
+    product_nn<Masked>(acc.o, smem.p, smem.v, layout);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_4_flash_v2(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
-    const Grid grid;
+    const Layout layout;
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
     const int seqlen_q = sequence.seqlen_q;
     if (kPacked && first_row >= seqlen_q) return;  // the sequence does not have this tile
@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Accumulator acc = {};
     for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
         if (tiles.masked(key)) {
-            attend<true>(acc, smem, rules, k, v, grid, first_row, key);
+            attend<true>(acc, smem, rules, k, v, layout, first_row, key);
         } else {
-            attend<false>(acc, smem, rules, k, v, grid, first_row, key);
+            attend<false>(acc, smem, rules, k, v, layout, first_row, key);
         }
     }
 
@@ -110,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if (lse) lse += sequence.first_row(head, params.sizes);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const acc_t factor = end_row<Grid::kX>(acc.softmax[i], rules);
-        const int row = first_row + grid.row(i);
+        const acc_t factor = end_row<Layout::kX>(acc.softmax[i], rules);
+        const int row = first_row + layout.row(i);
         if (row >= seqlen_q) continue;
-        if (lse && grid.x == 0) lse[row] = acc.softmax[i].lse();
-        store_row<kValueDim>(o.row(row), acc.o[i], factor, grid);
+        if (lse && layout.x == 0) lse[row] = acc.softmax[i].lse();
+        store_row<kValueDim>(o.row(row), acc.o[i], factor, layout);
     }
 }

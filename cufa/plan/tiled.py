@@ -1,6 +1,6 @@
 """Plans for the tiled kernels on CUDA cores: the largest tiles that an SM holds well.
 
-The kernels' threads form a grid of `threads / lanes` rows by `lanes` (products.cuh). A thread owns
+A block's threads are laid out in `threads / lanes` rows of `lanes` (products.cuh). A thread owns
 block_m / rows queries by block_n / lanes keys of a score tile. With more of both, each read of shared
 memory feeds more multiply-adds. But then a thread needs more registers, an SM holds fewer warps to hide
 the latency of those reads, and more of a tile may lie outside of a short problem. A small model of this
@@ -53,14 +53,14 @@ class Tiles:
     lanes: int
 
     @property
-    def grid_rows(self) -> int:
-        """Rows of the grid of threads."""
+    def thread_rows(self) -> int:
+        """Rows of threads."""
         return self.threads // self.lanes
 
     @property
     def rows(self) -> int:
         """Queries of a score tile that a thread owns."""
-        return self.block_m // self.grid_rows
+        return self.block_m // self.thread_rows
 
     @property
     def keys(self) -> int:
@@ -71,8 +71,8 @@ class Tiles:
         """None if the kernels can be compiled for these tiles, else the reason."""
         if self.lanes > WARP_SIZE or self.lanes & (self.lanes - 1):
             return f"lanes must be a power of two up to {WARP_SIZE}"
-        if self.block_m % self.grid_rows:
-            return f"block_m must be a multiple of threads / lanes = {self.grid_rows}"
+        if self.block_m % self.thread_rows:
+            return f"block_m must be a multiple of threads / lanes = {self.thread_rows}"
         if self.block_n % max(self.lanes, WEIGHT_VECTOR):
             keys = max(self.lanes, WEIGHT_VECTOR)
             return f"block_n must be a multiple of {keys} (lanes, and a vector of weights)"
@@ -84,13 +84,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class BackwardTiles(Tiles):
-    """The tiles of the backward, where each row of the grid also owns keys of the tile."""
+    """The tiles of the backward, where each row of threads also owns keys of the tile."""
 
     def misfit(self) -> str | None:
         """None if the kernels can be compiled for these tiles, else the reason."""
         misfit = super().misfit()
-        if misfit is None and self.block_n % self.grid_rows:
-            misfit = f"block_n must be a multiple of threads / lanes = {self.grid_rows}"
+        if misfit is None and self.block_n % self.thread_rows:
+            misfit = f"block_n must be a multiple of threads / lanes = {self.thread_rows}"
         return misfit
 
 
@@ -295,7 +295,7 @@ def _macros(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:
 
 
 def _output_columns(dims: int, tiles: Tiles, itemsize: int) -> int:
-    """Columns of an output tile: whole vectors for each of the lanes (ThreadGrid::padded)."""
+    """Columns of an output tile: whole vectors for each of the lanes (ThreadLayout::padded)."""
     return round_up(dims, tiles.lanes * (VECTOR_BYTES // itemsize))
 
 
@@ -372,7 +372,7 @@ def _backward_cost(problem: Problem, tiles: Tiles, slices: int) -> Cost:
         + 2 * shared_matrix_bytes(tiles.block_m, tiles.block_n, itemsize)  # P, dS
         + 2 * tiles.block_m * itemsize  # LSE, D
     )
-    rows, keys, tile_keys = tiles.rows, tiles.keys, tiles.block_n // tiles.grid_rows
+    rows, keys, tile_keys = tiles.rows, tiles.keys, tiles.block_n // tiles.thread_rows
     # Of all slices.
     head = ceil_div(problem.head_dim, head_columns) * head_columns // tiles.lanes
     value = ceil_div(problem.value_dim, value_columns) * value_columns // tiles.lanes

@@ -1,6 +1,6 @@
 // Matrix products on CUDA cores: operands in shared memory, results in registers.
 //
-// The threads of a block form a grid of kY rows by kX lanes; the lanes of a row are in one warp. A
+// The threads of a block are laid out in kY rows of kX lanes; the lanes of a row are in one warp. A
 // thread owns rows y, y + kY, y + 2 kY, ... of a result. Of its columns, the thread owns x, x + kX,
 // ... if columns are keys (score tiles), or 16-byte groups x, x + kX, ... if they are head dims
 // (output tiles). TM + TN vectors feed TM * TN * kVec multiply-adds, so shared memory keeps up.
@@ -9,7 +9,7 @@
 #include "cuda_cores/shared.cuh"
 
 template <int Threads, int Lanes>
-struct ThreadGrid {
+struct ThreadLayout {
     static_assert(32 % Lanes == 0 && Threads % 32 == 0, "the lanes of a row must be of one warp");
     static constexpr int kThreads = Threads;
     static constexpr int kX = Lanes;
@@ -45,9 +45,9 @@ using OutputTile = Vec[TM][Groups];
 
 // scores[i][j] = sum_d a[row i][d] * b[key j][d] over Dims columns, as in S = Q K^T and dP = dO
 // V^T.
-template <int Dims, int TM, int TN, class Grid, class A, class B>
+template <int Dims, int TM, int TN, class Layout, class A, class B>
 __device__ inline void product_nt(ScoreTile<TM, TN>& scores, const A& a, const B& b,
-                                  const Grid& grid) {
+                                  const Layout& layout) {
     constexpr int kDepth = round_up(Dims, kVec);
     constexpr int kUnroll = 16 / kVec;
     static_assert(kDepth <= A::kCols && kDepth <= B::kCols, "an operand has too few columns");
@@ -60,9 +60,9 @@ __device__ inline void product_nt(ScoreTile<TM, TN>& scores, const A& a, const B
     for (int d = 0; d < kDepth; d += kVec) {
         Vec a_part[TM], b_part[TN];
 #pragma unroll
-        for (int i = 0; i < TM; ++i) a_part[i] = a.vec(grid.row(i), d);
+        for (int i = 0; i < TM; ++i) a_part[i] = a.vec(layout.row(i), d);
 #pragma unroll
-        for (int j = 0; j < TN; ++j) b_part[j] = b.vec(grid.key(j), d);
+        for (int j = 0; j < TN; ++j) b_part[j] = b.vec(layout.key(j), d);
 #pragma unroll
         for (int e = 0; e < kVec; ++e)
 #pragma unroll
@@ -93,21 +93,21 @@ __device__ inline void add_scaled(Vec& sum, acc_t weight, const Vec& values) {
 }
 
 // out[i][c] += sum_k weights[row i][k] * values[k][dims c], as in O += P V and dQ = dS K.
-template <bool Masked, int TM, int Groups, class Grid, class A, class B>
+template <bool Masked, int TM, int Groups, class Layout, class A, class B>
 __device__ inline void product_nn(OutputTile<TM, Groups>& out, const A& weights, const B& values,
-                                  const Grid& grid) {
+                                  const Layout& layout) {
     constexpr int kDepth = B::kRows;
     static_assert(kDepth % kVec == 0, "weights are read in whole vectors");
 #pragma unroll 2
     for (int k = 0; k < kDepth; k += kVec) {
         Vec row_weights[TM];
 #pragma unroll
-        for (int i = 0; i < TM; ++i) row_weights[i] = weights.vec(grid.row(i), k);
+        for (int i = 0; i < TM; ++i) row_weights[i] = weights.vec(layout.row(i), k);
 #pragma unroll
         for (int e = 0; e < kVec; ++e)
 #pragma unroll
             for (int c = 0; c < Groups; ++c) {
-                const Vec part = values.vec(k + e, grid.dim(c));
+                const Vec part = values.vec(k + e, layout.dim(c));
 #pragma unroll
                 for (int i = 0; i < TM; ++i) add_scaled<Masked>(out[i][c], row_weights[i][e], part);
             }
@@ -116,21 +116,21 @@ __device__ inline void product_nn(OutputTile<TM, Groups>& out, const A& weights,
 
 // out[j][c] += sum_q weights[q][key row j] * values[q][dims c], as in dV += P^T dO and dK += dS^T
 // Q.
-template <bool Masked, int TN, int Groups, class Grid, class A, class B>
+template <bool Masked, int TN, int Groups, class Layout, class A, class B>
 __device__ inline void product_tn(OutputTile<TN, Groups>& out, const A& weights, const B& values,
-                                  const Grid& grid) {
+                                  const Layout& layout) {
     constexpr int kDepth = B::kRows;
-    constexpr int kRun = Grid::template kRun<TN>;
+    constexpr int kRun = Layout::template kRun<TN>;
     using Run = Pack<acc_t, kRun>;
 #pragma unroll 4
     for (int q = 0; q < kDepth; ++q) {
         Vec part[Groups];
 #pragma unroll
-        for (int c = 0; c < Groups; ++c) part[c] = values.vec(q, grid.dim(c));
+        for (int c = 0; c < Groups; ++c) part[c] = values.vec(q, layout.dim(c));
 #pragma unroll
         for (int j = 0; j < TN; j += kRun) {
             const Run run =
-                reinterpret_cast<const Run&>(weights.at(q, grid.template key_row<TN>(j)));
+                reinterpret_cast<const Run&>(weights.at(q, layout.template key_row<TN>(j)));
 #pragma unroll
             for (int e = 0; e < kRun; ++e)
 #pragma unroll
@@ -140,16 +140,16 @@ __device__ inline void product_tn(OutputTile<TN, Groups>& out, const A& weights,
 }
 
 // Writes a thread's columns of one output row, from first_col on, scaled and rounded.
-template <int Dims, int Groups, class Grid>
+template <int Dims, int Groups, class Layout>
 __device__ inline void store_row(scalar_t* row, const Vec (&values)[Groups], acc_t scale,
-                                 const Grid& grid, int first_col = 0) {
+                                 const Layout& layout, int first_col = 0) {
     constexpr int kChunk = min_of(kChunkOfRow<scalar_t, Dims>, kVec);
     using Chunk = Pack<scalar_t, kChunk>;
 #pragma unroll
     for (int c = 0; c < Groups; ++c)
 #pragma unroll
         for (int part = 0; part < kVec; part += kChunk) {
-            const int col = first_col + grid.dim(c) + part;
+            const int col = first_col + layout.dim(c) + part;
             if (col >= Dims) continue;
             Chunk chunk;
 #pragma unroll

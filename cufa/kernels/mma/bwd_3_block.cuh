@@ -8,14 +8,17 @@
 #include "scores/seen_tiles.cuh"
 
 constexpr int kStages = STAGES;
-// Whether a block has all keys of a KV head, and so dQ of its queries to itself: it is rounded at
-// once. The number of keys of packed sequences is what the caller says, so that one may have more
-// tiles of keys than one. Its block goes through all of them, and sums dQ in the workspace.
+// dQ comes from blocks of one of three kinds. Those that have all keys of a KV head have dQ of its
+// queries to themselves: it is rounded at once. The number of keys of packed sequences is what the
+// caller says, so that one may have more tiles of keys than one. Its block goes through all of
+// them, and sums dQ in the workspace.
 constexpr bool kWholeHeads = WHOLE_HEADS;
-// Whether blocks that own queries compute dQ. Otherwise those that own some of the keys add to sums
-// in the workspace, which a launch of its own rounds.
+// Blocks of another launch own queries.
 constexpr bool kOwnsQueries = kDeterministic && !kWholeHeads;
+// Blocks that own some of the keys share queries: they add to sums in the workspace, which a launch
+// of its own rounds.
 constexpr bool kSharesQueries = !kOwnsQueries && !kWholeHeads;
+// Whether there are such sums.
 constexpr bool kSumsQueries = kSharesQueries || (kWholeHeads && kPacked);
 // Whether a launch finds the tiles that a mask hides. Blocks with whole heads have few tiles, and
 // all of their rows of dQ to write.

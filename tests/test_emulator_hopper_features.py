@@ -236,17 +236,26 @@ def test_a_mask_of_keys(rng, front, features):
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
-@pytest.mark.parametrize(("block_m", "query_stages"), [(192, 1), (256, 2)])
-def test_a_mask_of_keys_beside_many_consumers(rng, block_m, query_stages):
-    """Warps share what they know of a tile; a block takes tiles of sequences with and without keys."""
-    sizes = {"batch": 3, "seqlen_q": 270, "seqlen_k": 200, "head_dim": 64, "head_dim_v": 64} | HEADS
-    case = draw_case(rng, "float16", set(), **sizes)
-    mask = rng.random((3, 1, 1, 200)) < 0.7
+# Many consumers have registers for a mask of one row; small blocks for any.
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, {"block_m": 192}),
+        (1, {"block_m": 256, "query_stages": 2}),
+        (270, {"block_m": 64, "blocks_per_sm": 3}),
+    ],
+    ids=str,
+)
+def test_a_mask_where_warps_share_what_they_know_of_a_tile(rng, rows, sizes):
+    """A block takes tiles of sequences with and without keys."""
+    of_case = {"batch": 3, "seqlen_q": 270, "seqlen_k": 200, "head_dim": 64, "head_dim_v": 64} | HEADS
+    case = draw_case(rng, "float16", set(), **of_case)
+    mask = rng.random((3, 1, rows, 200)) < 0.7
     mask[0, ..., 64:128] = True
     mask[1] = False
     mask[2, ..., 64:] = False
     case.arrays["mask"] = mask
-    check_forward(case, {**LARGE_TILES, "block_m": block_m, "query_stages": query_stages})
+    check_forward(case, LARGE_TILES | sizes)
 
 
 @pytest.mark.parametrize("packed", [False, True])

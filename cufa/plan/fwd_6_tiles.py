@@ -25,7 +25,7 @@ from cufa.plan.hopper import (
     lengths_vary,
     register_steps,
 )
-from cufa.plan.pace import Pace, fastest, is_cut
+from cufa.plan.pace import Pace, fastest, is_cut, time
 from cufa.plan.seen import fills_words
 from cufa.plan.tile_choice import with_sizes
 from cufa.problem import Problem
@@ -184,6 +184,8 @@ BIASED_PACES = {
 }
 # Above head dim 64, the tiles that have room for a bias that comes in boxes.
 BIAS_BOX_PACES = {Tiles(128, 128, 2, 1, 128): PACES[128][Tiles(128, 128, 2, 2, 128)]}
+# The part of the keys that tiles under a mask_mod are chosen for: windows and documents are often shorter.
+MASK_MOD_STRETCH = 1 / 5
 # The fraction of a table's pace that scales with the head dim, if a call has fewer dims than the table.
 FASTER_WITHOUT_DIMS = 0.22
 
@@ -239,10 +241,26 @@ def _has_odd_rows(problem: Problem) -> bool:
 def fastest_tiles(problem: Problem, device: Device, asked: Set[tuple[str, int]]) -> tuple[Tiles, float]:
     """The tiles for a problem and their time; cached, since price and plan both need them.
 
-    They have the sizes that a caller asks for, if any candidate has.
+    They have the sizes that a caller asks for, if any candidate has. Under a mask_mod, they are the fastest
+    if rows see few keys.
     """
     paces = with_sizes(candidates(problem.kind), asked)
-    return fastest_in_parts(problem, device, paces, parts_leave_registers)
+    best, least = fastest_in_parts(problem, device, paces, parts_leave_registers)
+    if problem.features.mask_mod is None or best.key_parts > 1:
+        return best, least
+    of_few_keys = {tiles: _pace_of_few_keys(tiles, pace) for tiles, pace in paces.items()}
+    best, _ = fastest(problem.typical, device, of_few_keys)
+    return best, time(problem.typical, device, best, paces[best])
+
+
+def _pace_of_few_keys(tiles: Tiles, pace: Pace) -> Pace:
+    """The pace, in time as if rows saw all keys, if they see a stretch of MASK_MOD_STRETCH of them.
+
+    Where the two edges of such a stretch cut through tiles, scores are computed in vain.
+    """
+    in_vain = tiles.block_m * (tiles.block_m + tiles.block_n)
+    of_edges = pace.ns_of_other_edge + pace.ns_per_score * in_vain
+    return replace(pace, ns_per_tile=(pace.ns_per_tile + of_edges) / MASK_MOD_STRETCH)
 
 
 def fastest_in_parts(
@@ -281,11 +299,10 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
 def _has_registers_for_blocks(problem: Problem, tiles: Tiles) -> bool:
     """The same if an SM has several blocks."""
     features = problem.features
-    masks = features.key_mask and not _all_rows_alike(problem)
-    functions = features.score_mod is not None or masks or features.dropout
-    if functions or features.bias is not None or features.page_size:
+    if features.score_mod is not None or features.dropout or features.bias is not None or features.page_size:
         return False
-    alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
+    masks = features.key_mask and not _all_rows_alike(problem)
+    alibi_and_more = features.alibi and (features.softcap or masks or lengths_vary(problem))
     more = features.softcap or features.alibi or features.key_mask
     many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more
     return not (alibi_and_more or many_and_more)

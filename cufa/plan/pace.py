@@ -33,8 +33,8 @@ BYTES_PER_NS = 32.7
 # Measured on an H200: by what factor a bias lengthens the time, and how long the launch takes that finds out
 # what a mask shows of tiles.
 BIAS_FACTOR, SEEN_NS = 1.3, 3000
-# The fraction of all scores that a mask_mod is expected to show.
-MASK_MOD_SHARE = 0.35
+# The fraction of a row's keys that a mask_mod is expected to show, and further keys in tiles that it cuts.
+MASK_MOD_SHARE, MASK_MOD_EDGES = 0.35, 256
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def with_features(problem: Problem, time: float) -> float:
     if features.bias is not None:
         time *= BIAS_FACTOR
     if features.mask_mod is not None:
-        time *= MASK_MOD_SHARE
+        time *= min(1, MASK_MOD_SHARE + MASK_MOD_EDGES / max(problem.mean_keys, 1))
     return time + SEEN_NS * features.key_mask
 
 

@@ -108,7 +108,7 @@ def work_bytes(problem: Problem, tiles: Tiles) -> int:
     varied = lengths_vary(problem)
     of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + tiles.keys_bytes
     for_lengths = varied and tiles.teams > (3 if problem.range_mask else 1)
-    for_labels = problem.features.key_mask and tiles.teams > 2
+    for_labels = problem.features.key_mask and max(tiles.teams, tiles.blocks_per_sm) > 2
     of_warps = WARPGROUP // WARP_SIZE if for_lengths or for_labels else 0
     return of_tile * tiles.teams * (tiles.query_stages + of_warps)
 

@@ -9,8 +9,8 @@ from cufa.plan.record import Launch, Scratch
 from cufa.plan.tile_sizes import TileSizes, counted_row_tiles
 from cufa.problem import BYTE_BITS, Problem
 
-# Bytes of what is known about a tile under a mask: mask_tiles.cuh's SeenPart.
-SEEN_PART_BYTES = 2
+# Bytes of what is known about a tile under a mask: mask_tiles.cuh's SeenPart. Producers read so many at once.
+SEEN_PART_BYTES, SEEN_WORD_BYTES = 2, 8
 # Scores, keys or tiles whose visibility a word holds.
 WORD_BITS = 32
 # Of tiles of keys of which all rows see the same, in seen_columns.cuh: bits for each, and tiles for a warp.
@@ -108,5 +108,5 @@ def seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
 
 def scratch_of(problem: Problem, seen: Seen) -> tuple[Scratch, ...]:
     """Workspace for what is found out."""
-    nbytes = seen.words * WORD_BITS // BYTE_BITS + seen.tile_bytes
+    nbytes = round_up(seen.words * WORD_BITS // BYTE_BITS + seen.tile_bytes, SEEN_WORD_BYTES)
     return (Scratch("seen tiles", (ceil_div(nbytes, problem.accumulator.itemsize),)),) if nbytes else ()

@@ -206,7 +206,9 @@ struct TileOrder {
         const unsigned int head = first_head + place % in_section;
         const unsigned int number = place / in_section;
         if constexpr (kPartsListed) return part_of_head(call.parting, head, number);
-        return tile_of_head(head, kRangeMask ? tiles - 1 - number : number);
+        // Under a mask, too, the last queries usually see most keys.
+        constexpr bool kLastFirst = kRangeMask || kKeyMask;
+        return tile_of_head(head, kLastFirst ? tiles - 1 - number : number);
     }
 
     __device__ WorkTile tile_of_head(unsigned int head, int tile) const {

@@ -85,11 +85,23 @@ class SeenTiles : SeenHeads {
     }
 
     // The first key of the last tile, from `key` down to `begin`, of which a tile of rows sees
-    // some; less than `begin` if there is none. For a single thread.
+    // some; less than `begin` if there is none. For a single thread, which reads words of parts:
+    // registers for several addresses would be more than a producer has.
     __device__ int last_key(int row, int key, int begin) const {
-        return last<Keys>(key, begin, [&](int at) { return part(row, at); });
+        using Word = unsigned long long;
+        constexpr int kParts = sizeof(Word) / sizeof(SeenPart), kPartBits = 64 / kParts;
+        static_assert(kNone == 0, "what is not 0 is seen");
+        while (key >= begin) {
+            const auto address = reinterpret_cast<Word>(&part(row, key));
+            const int place = address / sizeof(SeenPart) % kParts;
+            const Word word = *reinterpret_cast<const Word*>(address - place * sizeof(SeenPart));
+            const Word up_to_key = word << (kParts - 1 - place) * kPartBits;
+            if (up_to_key != 0) return key - __clzll(up_to_key) / kPartBits * Keys;
+            key -= (place + 1) * Keys;
+        }
+        return begin - Keys;
     }
-    // The same with rows and keys exchanged.
+    // The last tile of rows, likewise, that sees some of a tile of keys.
     __device__ int last_row(int row, int begin, int key) const {
         return last<Rows>(row, begin, [&](int at) { return part(at, key); });
     }

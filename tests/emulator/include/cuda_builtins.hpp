@@ -200,6 +200,9 @@ inline int __popc(unsigned int bits) {
 inline int __clz(int bits) {
     return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(bits));
 }
+inline int __clzll(long long bits) {
+    return bits == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(bits));
+}
 
 inline int min(int a, int b) {
     return b < a ? b : a;

@@ -114,9 +114,10 @@ struct KeyTileRange {
 
 // The lengths of a tile's sequence are part of it, if they vary. Two or more warpgroups have no
 // registers for them, or four under a causal mask or a window, where each tile of scores that is
-// cut reads them again. Three or more have none for a tile, either, if keys have labels.
-constexpr bool kSharesTiles =
-    ((kPacked || kUsedKeys) && kTeams > (kRangeMask ? 3 : 1)) || (kKeyMask && kTeams > 2);
+// cut reads them again. Three or more, or those of as many blocks, have none for a tile, either, if
+// keys have labels.
+constexpr bool kSharesTiles = ((kPacked || kUsedKeys) && kTeams > (kRangeMask ? 3 : 1)) ||
+                              (kKeyMask && (kTeams > 2 || kBlocksPerSm > 2));
 using Work = WorkTiles<kTeams, kQueryStages, kSharesTiles>;
 
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;

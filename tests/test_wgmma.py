@@ -128,7 +128,7 @@ def test_no_spill_where_all_rows_see_the_same_keys(head_dim, bits):
     many = [tiles for tiles in candidates(call.kind) if tiles.consumers > 2 or tiles.blocks_per_sm > 1]
     each_own = replace(call, features=replace(mask, mask=(2, 1, 4096, 4096)))
     assert many
-    assert not set(many) & set(candidates(each_own.kind))
+    assert all(tiles.consumers <= 2 for tiles in candidates(each_own.kind))
     for tiles in many:
         assert jit.build(plan_of(call, **asdict(tiles)).variant).warnings == ()
 

@@ -10,14 +10,19 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 # A tensor map for the copy engine (CUtensorMap); a struct that holds maps has their alignment.
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 
 TensorMapType = Literal["UINT8", "FLOAT16", "BFLOAT16"]
+
+# The driver's name for what a thread lacks that has not used the GPU.
+NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
+
+T = TypeVar("T")
 
 _loading = threading.Lock()
 
@@ -48,6 +53,27 @@ def _bindings() -> Any:
     with _loading, contextlib.suppress(RuntimeError):
         driver.cuDriverGetVersion()
     return driver
+
+
+def get_context() -> None:
+    """Give this thread the context of CuPy's current device, as any function of CUDA's runtime does."""
+    import cupy
+
+    cupy.cuda.runtime.memGetInfo()
+
+
+def in_context(act: Callable[[], T]) -> T:
+    """Return what `act` returns; if the thread has no context, get one and act again.
+
+    In its first call a thread may have needed no more of CuPy than memory that the pool had.
+    """
+    try:
+        return act()
+    except RuntimeError as error:  # this module's or CuPy's
+        if NO_CONTEXT not in str(error):
+            raise
+    get_context()
+    return act()
 
 
 def encode_tensor_map(

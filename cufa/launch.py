@@ -53,8 +53,6 @@ _REMEMBERED_STREAMS = 64
 # The number of calls whose packed tensors are cached, of all layouts together: each takes one to two
 # kilobytes, and a server may have thousands of layouts.
 _REMEMBERED_CALLS = 16384
-# The driver's name for a thread that has not used the GPU.
-_NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 
 
 # Packs tensors, given their addresses, for the plan and for the one beside it.
@@ -300,21 +298,25 @@ def forget() -> None:
         cached.cache_clear()
 
 
+def _function(module: Any, launch: Launch) -> Any:
+    """The function that a launch runs, which may have the shared memory that it needs."""
+    kernel = module.get_function(launch.entry)
+    if launch.smem_bytes > _DEFAULT_SMEM_BYTES:
+        kernel.max_dynamic_shared_size_bytes = launch.smem_bytes
+    return kernel.kernel
+
+
 class _Kernel:
     """One function on the GPU, and how to launch it."""
 
     def __init__(self, module: Any, launch: Launch) -> None:
         import cupy
 
-        kernel = module.get_function(launch.entry)
-        if launch.smem_bytes > _DEFAULT_SMEM_BYTES:
-            kernel.max_dynamic_shared_size_bytes = launch.smem_bytes
-        self._function = kernel.kernel
+        self._function = driver.in_context(lambda: _function(module, launch))
         self._launch = launch
         extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
         self._launch_alone = functools.partial(cupy.cuda.driver.launchKernel, self._function.ptr, *extents)
         self._refusals = (cupy.cuda.driver.CUDADriverError, driver.DriverError)
-        self._get_context = cupy.cuda.runtime.memGetInfo  # as any such function does for a thread
         self._config: Callable[[int], Any] | None = None
         if launch.overlaps or launch.cluster > 1:
             config = functools.partial(
@@ -333,9 +335,8 @@ class _Kernel:
             else:
                 self._launch_alone(stream, ctypes.addressof(params), 0)
         except self._refusals as error:
-            if _NO_CONTEXT in str(error) and not in_context:
-                # The thread's first call: of CuPy it needed no more than memory that the pool had.
-                self._get_context()
+            if driver.NO_CONTEXT in str(error) and not in_context:
+                driver.get_context()  # driver.in_context would take longer, in every launch
                 return self(params, stream, in_context=True)
             launch = self._launch
             raise LaunchError(

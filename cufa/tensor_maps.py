@@ -94,8 +94,9 @@ def _encode_bias(problem: Problem, box: TensorBox, address: int, strides: tuple[
 
 
 def _encode_map(name: str, address: int, extents: list[int], strides: list[int], brought: list[int]) -> bytes:
+    encode = functools.partial(driver.encode_tensor_map, _TYPES[name], address, extents, strides, brought)
     try:
-        return driver.encode_tensor_map(_TYPES[name], address, extents, strides, brought)
+        return driver.in_context(encode)
     except driver.DriverError as error:
         raise ValueError(
             f"the copy engine does not take a tensor of {name} at {address:#x} with extents {extents}, the "

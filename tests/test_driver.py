@@ -8,6 +8,9 @@ import pytest
 from first_calls import failing_meanwhile
 
 from cufa import driver
+from cufa.plan.record import TensorBox
+from cufa.problem import Problem
+from cufa.tensor_maps import Encoder
 
 bindings = pytest.importorskip("cuda.bindings.driver")
 
@@ -63,6 +66,33 @@ def test_a_refusal_has_the_driver_s_name(monkeypatch):
         driver.encode_tensor_map("FLOAT16", 0, EXTENTS, STRIDES, BOX)
     with pytest.raises(driver.DriverError, match=r"^CUDA_ERROR_INVALID_VALUE$"):
         driver.launch(driver.launch_config(1, 32, 0, 1, overlaps=False, stream=0), 1, ctypes.c_char_p(b""))
+
+
+def test_a_thread_that_has_not_used_the_gpu_gets_a_context(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    without, done = bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT, bindings.CUresult.CUDA_SUCCESS
+    encoded, asked = bindings.CUtensorMap(), []
+    monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", lambda *_: (done if asked else without, encoded))
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: asked.append(threading.get_ident()))
+    box = TensorBox(tensor=0, rows=16, cols=64)
+    problem = Problem("forward", "float16", 1, 100, 100, 1, 1, 64, 64, False, align_bytes=16)
+    encode = Encoder(problem, (box,))
+    fields = [1 << 40, 6400, 64, 64] * 4
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(encode, fields).result() == bytes(driver.TENSOR_MAP_BYTES)
+        assert asked == list({thread.ident for thread in pool._threads})
+
+
+def test_other_refusals_are_raised_at_once(monkeypatch):
+    refusals = []
+
+    def refused():
+        refusals.append(driver.DriverError("CUDA_ERROR_INVALID_VALUE"))
+        raise refusals[-1]
+
+    with pytest.raises(driver.DriverError, match="INVALID_VALUE"):
+        driver.in_context(refused)
+    assert len(refusals) == 1
 
 
 def test_threads_wait_while_one_loads_the_driver(monkeypatch):

@@ -435,6 +435,28 @@ def test_threads_call_at_once(cupy, rng):
         assert_gradients(tuple(x.get() for x in gradients), problem, causal=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_thread_s_first_use_of_the_gpu_is_a_new_call(cupy, rng, head_dim):
+    """Of shapes, addresses and variants that no other thread has used; and then of known kernels."""
+    cupy.get_default_memory_pool().free_all_blocks()
+    problems = [draw(rng, "bfloat16", (length, 531, 6, 3, head_dim, head_dim)) for length in (417, 419)]
+    inputs = [on_gpu(problem) for problem in problems]
+    # So that the pool has memory for the results, and a call asks nothing else of CuPy.
+    spare = [cupy.empty_like(x) for arguments in inputs for x in arguments * 3]
+    cupy.cuda.runtime.deviceSynchronize()
+    del spare
+
+    def step(q, k, v, dout):
+        out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+        return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    for problem, arguments in zip(problems, inputs, strict=True):
+        with ThreadPoolExecutor(1) as pool:
+            out, lse, gradients = pool.submit(step, *arguments).result()
+        assert_attention(out.get(), lse.get(), problem, causal=True)
+        assert_gradients(tuple(x.get() for x in gradients), problem, causal=True)
+
+
 # In float32 it would take more memory than is left beside other tests.
 @pytest.mark.parametrize("kernel", [name for name in FORWARD + BACKWARD if narrowest(name) == "float16"])
 def test_more_than_2_to_the_31_elements_and_65535_blocks(cupy, kernel):

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Times random calls by each rung with tensor cores that takes them, and writes benchmarks/choice.json.
 
-What counts is how much longer the rung that a call gets takes than the fastest. Calls have few queries
-forward, and are short backward: elsewhere the choice is easy. Time is that of `cufa bench`, with a cold L2
-cache.
+What counts is how much longer the rung that a call gets takes than the fastest. Calls have few queries or
+short sequences: elsewhere the choice is easy. Time is that of `cufa bench`, with a cold L2 cache.
 """
 
 import os
@@ -34,7 +33,7 @@ FIRST = {"forward": "fwd_5_mma", "backward": "bwd_3_mma"}
 DTYPES = ("bfloat16", "bfloat16", "float32")
 REPEATS = 9
 QUERIES = {
-    "forward": (1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    "forward": (1, 1, 2, 4, 8, 16, 32, 64, 77, 128, 197, 256, 512, 1024),
     "backward": (16, 32, 48, 64, 77, 100, 128, 197, 256, 384, 512),
 }
 KEYS = {
@@ -42,7 +41,7 @@ KEYS = {
     "backward": (64, 77, 128, 256, 1024, 4096),
 }
 # How often there are as many keys as queries.
-AS_MANY_KEYS = {"forward": 0.0, "backward": 0.5}
+AS_MANY_KEYS = {"forward": 0.4, "backward": 0.5}
 BATCHES, KV_HEADS, GROUPS = (1, 1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16), (1, 1, 1, 2, 4, 8)
 HEAD_DIMS = (32, 64, 64, 96, 128, 128, 128, 192, 256, 256)
 REACHES = (64, 256, 1024)  # of a window or a mask_mod
@@ -107,6 +106,19 @@ def used_keys(drawn: Drawn) -> Any:
     return cupy.asarray(rng.integers(drawn.seqlen_k // 2, drawn.seqlen_k + 1, drawn.batch), np.int32)
 
 
+def padding(drawn: Drawn) -> Any:
+    """A mask of the keys that `used_keys` counts."""
+    return cupy.arange(drawn.seqlen_k) < used_keys(drawn)[:, None, None, None]
+
+
+def same_document(drawn: Drawn) -> cufa.MaskMod:
+    """Of up to four in a sequence."""
+    rng = np.random.default_rng(drawn.seqlen_k)
+    numbers = np.sort(rng.integers(0, 4, (drawn.batch, max(drawn.seqlen_q, drawn.seqlen_k))))
+    documents = cupy.asarray(numbers, np.int32)
+    return cufa.MaskMod(lambda b, h, i, j, number: number[b, i] == number[b, j], documents)
+
+
 FEATURES: dict[str, Callable[[Drawn, Numbers], dict[str, Any]]] = {
     "none": lambda drawn, numbers: {},
     "causal": lambda drawn, numbers: {"causal": True},
@@ -115,6 +127,8 @@ FEATURES: dict[str, Callable[[Drawn, Numbers], dict[str, Any]]] = {
     "dropout": lambda drawn, numbers: {"dropout_p": 0.1},
     "score_mod": lambda drawn, numbers: {"score_mod": nearer},
     "mask_mod": lambda drawn, numbers: {"mask_mod": lambda b, h, i, j: abs(i - j) <= drawn.reach},
+    "documents": lambda drawn, numbers: {"mask_mod": same_document(drawn)},
+    "padding": lambda drawn, numbers: {"mask": padding(drawn)},
     "mask": lambda drawn, numbers: {"mask": cupy.ones((drawn.batch, 1, *drawn.shapes["scores"][2:]), bool)},
     "bias": lambda drawn, numbers: {"bias": numbers.of_shape(drawn.shapes["scores"], drawn.dtype)},
     "alibi_slopes": lambda drawn, numbers: {"alibi_slopes": cupy.full(drawn.heads, 0.01, np.float32)},

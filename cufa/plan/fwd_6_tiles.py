@@ -245,9 +245,8 @@ def fastest_tiles(problem: Problem, device: Device, asked: Set[tuple[str, int]])
     if rows see few keys.
     """
     paces = with_sizes(candidates(problem.kind), asked)
-    best, least = fastest_in_parts(problem, device, paces, parts_leave_registers)
-    if problem.features.mask_mod is None or best.key_parts > 1:
-        return best, least
+    if problem.features.mask_mod is None:
+        return fastest_in_parts(problem, device, paces, parts_leave_registers)
     of_few_keys = {tiles: _pace_of_few_keys(tiles, pace) for tiles, pace in paces.items()}
     best, _ = fastest(problem.typical, device, of_few_keys)
     return best, time(problem.typical, device, best, paces[best])

@@ -661,7 +661,7 @@ def test_what_a_mask_mod_shows_is_found_once_for_the_heads_and_sequences_that_it
     tiles = times * 5 * 5
     assert [launch.entry for launch in plan.launches] == ["seen_tiles", "fwd_5_mma"]
     assert plan.launches[0].grid == -(-tiles // (plan.launches[0].block // 32))
-    assert plan.workspace_bytes == -(-tiles * 2 // 4) * 4
+    assert plan.workspace_bytes == -(-tiles * 2 // 8) * 8
     backward = cufa.plan(q, q, q, backward=True, mask_mod=function, kernel="bwd_3_mma", arch="sm_90a")
     without = cufa.plan(q, q, q, backward=True, kernel="bwd_3_mma", arch="sm_90a")
     assert backward.launches[0].entry == "seen_tiles"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import os
@@ -43,34 +42,55 @@ def _blas() -> threadpoolctl.ThreadpoolController:
     return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
+def _set_threads(library: threadpoolctl.LibController, threads: int) -> None:
+    """Set how many threads a BLAS library has, whichever thread set the number before.
+
+    From threadpoolctl 3.8 on, one thread at a time controls OpenBLAS, and what others set has no effect.
+    """
+    release = getattr(library, "clear_controlling_thread", lambda force: None)
+    release(force=True)
+    library.set_num_threads(threads)
+    release(force=True)  # whoever set the number before will set it again
+
+
 class _OneBlasThread:
-    """Limits BLAS to one thread while anyone is inside, and then restores the previous number.
+    """Limits BLAS to one thread while any call is inside, and then restores the previous number.
 
     The number is process-wide, and calls in several threads may end in any order.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls = 0
-        self._limit = contextlib.ExitStack()
+        self._inside: set[object] = set()
+        self._before: list[tuple[threadpoolctl.LibController, int]] = []
 
-    def __enter__(self) -> None:
+    def enter(self, call: object) -> None:
+        """Limit BLAS until the call leaves, which it must do even if an interrupt ends this."""
         with self._lock:
-            if self._calls == 0:
-                self._limit.enter_context(_blas().limit(limits=1))
-            self._calls += 1
+            if not self._inside:
+                self._before = [(library, library.num_threads) for library in _blas().lib_controllers]
+            self._inside.add(call)
+            if len(self._inside) == 1:
+                for library, _ in self._before:
+                    _set_threads(library, 1)
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self, call: object) -> None:
+        """Restore the number if no other call is inside; do nothing if this one is not."""
         with self._lock:
-            self._calls -= 1
-            if self._calls == 0:
-                self._limit.close()
+            if self._inside == {call}:
+                self._restore()
+            self._inside.discard(call)
 
     def renew(self) -> None:
         """Restore the number in a forked child, in which nobody is inside."""
         self._lock = threading.Lock()
-        self._calls = 0
-        self._limit.close()
+        if self._inside:
+            self._restore()
+        self._inside.clear()
+
+    def _restore(self) -> None:
+        for library, threads in self._before:
+            _set_threads(library, threads)
 
 
 _one_blas_thread = _OneBlasThread()
@@ -100,31 +120,42 @@ def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Gen
     BLAS uses one thread, however many there are here: otherwise the bits of results would depend on what
     other threads of the process compute meanwhile.
     """
-    with _one_blas_thread:
-        # Once the main thread has ended, no thread can be started.
-        if threads == 1 or not threading.main_thread().is_alive():
-            yield from map(work, shares)
-            return
-        stopping, errors = threading.Event(), list[BaseException]()
+    call = object()
+    try:
+        _one_blas_thread.enter(call)
+        yield from _in_threads(work, shares, threads)
+    finally:
+        try:
+            _one_blas_thread.leave(call)
+        finally:  # an interrupt may come before the call has left; else this does nothing
+            _one_blas_thread.leave(call)
 
-        def do(share: S) -> T:
-            if stopping.is_set():
-                raise CancelledError
-            _stopping.set(stopping)
-            try:
-                return work(share)
-            except BaseException as error:
-                if not stopping.is_set():
-                    errors.append(error)
-                    stopping.set()
-                raise
 
-        with ThreadPoolExecutor(threads) as pool:
-            # NumPy's error state is a context variable, which threads do not inherit.
-            contexts = contextvars.copy_context()
-            try:
-                yield from pool.map(lambda share: contexts.copy().run(do, share), shares)
-            except CancelledError:  # since a later share failed
-                raise errors.pop() from None
-            finally:
+def _in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Generator[T, None, None]:
+    # Once the main thread has ended, no thread can be started.
+    if threads == 1 or not threading.main_thread().is_alive():
+        yield from map(work, shares)
+        return
+    stopping, errors = threading.Event(), list[BaseException]()
+
+    def do(share: S) -> T:
+        if stopping.is_set():
+            raise CancelledError
+        _stopping.set(stopping)
+        try:
+            return work(share)
+        except BaseException as error:
+            if not stopping.is_set():
+                errors.append(error)
                 stopping.set()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        # NumPy's error state is a context variable, which threads do not inherit.
+        contexts = contextvars.copy_context()
+        try:
+            yield from pool.map(lambda share: contexts.copy().run(do, share), shares)
+        except CancelledError:  # since a later share failed
+            raise errors.pop() from None
+        finally:
+            stopping.set()

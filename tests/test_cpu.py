@@ -1,11 +1,14 @@
 """The tiled CPU path against the reference, by the error rule."""
 
+import itertools
 import math
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -516,6 +519,10 @@ def blas_threads() -> list[int]:
     return [library["num_threads"] for library in libraries if library["user_api"] == "blas"]
 
 
+def set_blas_threads(number: int) -> None:
+    threadpoolctl.threadpool_limits(number, "blas")
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had(threads: int) -> None:
     """In between it has one, however many a call has: the bits of a product depend on it."""
@@ -528,6 +535,55 @@ def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had(threads: i
         for call in calls:
             list(call)
         assert blas_threads() == before
+
+
+def test_blas_has_its_threads_again_whichever_thread_is_last() -> None:
+    """Though that one did not set the number, and the one that did goes on with something else."""
+
+    def run(call: Iterator[int]) -> list[int]:
+        return [*call]
+
+    before = blas_threads()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as last, ThreadPoolExecutor(1) as users:
+        users.submit(set_blas_threads, 2).result()
+        calls = [in_threads(lambda share: share, iter(range(2)), threads=1) for _ in range(2)]
+        for pool, call in zip((first, last), calls, strict=True):
+            assert pool.submit(next, call).result() == 0
+            assert set(blas_threads()) == {1}
+        for pool, call in zip((first, last), calls, strict=True):
+            assert pool.submit(run, call).result() == [1]
+        assert set(blas_threads()) == {2}
+        users.submit(set_blas_threads, before[0]).result()
+        assert blas_threads() == before
+
+
+def test_an_interrupt_at_any_point_leaves_blas_as_it_was() -> None:
+    """Python hears of it as a function begins, which may be the one that restores the number."""
+    begun = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal begun
+        if frame.f_code.co_filename in (threads.__file__, threadpoolctl.__file__):
+            begun += 1
+            if begun == ending:
+                raise KeyboardInterrupt
+
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before, tracing = blas_threads(), sys.gettrace()
+        assert list(in_threads(abs, iter(range(2)), threads=1)) == [0, 1]  # finds the library, once
+        for ending in itertools.count(1):
+            begun = 0
+            try:
+                sys.settrace(trace)
+                assert list(in_threads(abs, iter(range(2)), threads=1)) == [0, 1]
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(tracing)
+            assert blas_threads() == before
+            if begun < ending:
+                break
+    assert ending > 5
 
 
 def test_a_thread_that_outlives_the_main_one_computes() -> None:

@@ -11,7 +11,6 @@ When half of the ring is kept, it gets new counters.
 from __future__ import annotations
 
 import collections
-import functools
 import threading
 from typing import Any
 
@@ -57,14 +56,26 @@ class Counters:
     def _add_ring(self) -> None:
         import cupy
 
+        runtime = cupy.cuda.runtime
         memory = cupy.cuda.Memory(RING * COUNTER_BYTES)
-        cupy.cuda.runtime.memset(memory.ptr, 0, memory.size)
-        cupy.cuda.runtime.deviceSynchronize()
+        # Neither the default stream nor the whole GPU may be used while another thread captures a call.
+        stream = cupy.cuda.Stream(non_blocking=True)
+        runtime.memsetAsync(memory.ptr, 0, memory.size, stream.ptr)
+        runtime.streamSynchronize(stream.ptr)
         self._memory.append(memory)
         self._free.extendleft(range(memory.ptr, memory.ptr + memory.size, COUNTER_BYTES))
 
 
-@functools.cache
+_of_devices: dict[int, Counters] = {}
+_making = threading.Lock()
+
+
 def of_device(device_id: int) -> Counters:
-    """The counters of this device, which must be CuPy's current one."""
-    return Counters()
+    """The counters of this device, which must be CuPy's current one.
+
+    They are made once, since graphs keep theirs for as long as there is a process.
+    """
+    with _making:
+        if device_id not in _of_devices:
+            _of_devices[device_id] = Counters()
+        return _of_devices[device_id]

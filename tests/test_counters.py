@@ -2,27 +2,67 @@
 
 import itertools
 import sys
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cufa import counters
 from cufa.counters import COUNTER_BYTES, LEAST_FREE, RING, Counters
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class GPU:
+    """CuPy's memory and streams as far as counters know them; attributes are for tests to set."""
+
+    def __init__(self):
+        self.capturing = False
+        self.room = 10  # how many more rings fit
+        self.pooled = 0  # how many the pool holds, unused
+        self.zeroed = []
+        self._addresses = itertools.count(1 << 20, 1 << 24)
+
+    def memory(self, size):
+        if self.room == 0:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.room -= 1
+        return types.SimpleNamespace(ptr=next(self._addresses), size=size)
+
+    def free_all_blocks(self):
+        self.room, self.pooled = self.room + self.pooled, 0
+
+    def memset(self, address, value, size, stream=0):
+        self.not_captured(stream)
+        self.zeroed.append((address, value, size))
+
+    def not_captured(self, stream=0):
+        """CUDA forbids to use the default stream or to wait for all of the GPU during a capture."""
+        if self.capturing and stream == 0:
+            raise CUDARuntimeError("cudaErrorStreamCaptureImplicit")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """CuPy's memory and streams as far as counters know them; `capturing` is for a test to set."""
-    addresses = itertools.count(1 << 20, 1 << 24)
-    gpu = types.SimpleNamespace(capturing=False, zeroed=[])
+    gpu = GPU()
     cuda = types.SimpleNamespace(
-        Memory=lambda size: types.SimpleNamespace(ptr=next(addresses), size=size),
+        Memory=gpu.memory,
+        Stream=lambda *, non_blocking: types.SimpleNamespace(ptr=int(non_blocking)),
         runtime=types.SimpleNamespace(
-            memset=lambda address, value, size: gpu.zeroed.append((address, value, size)),
-            deviceSynchronize=lambda: None,
+            memset=gpu.memset,
+            memsetAsync=gpu.memset,
+            deviceSynchronize=gpu.not_captured,
+            streamSynchronize=gpu.not_captured,
             streamIsCapturing=lambda stream: gpu.capturing,
         ),
     )
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    cupy = types.SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: gpu)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(counters, "_of_devices", {})
     return gpu
 
 
@@ -58,3 +98,27 @@ def test_captures_without_an_end_are_refused_until_something_is_called(gpu):
     counters.take(0)
     gpu.capturing = True
     counters.take(0)
+
+
+def test_a_device_s_first_call_may_come_while_another_is_captured(gpu):
+    gpu.capturing = True
+    assert Counters().take(0)
+    assert len(gpu.zeroed) == 1
+
+
+def test_threads_that_begin_at_once_have_the_same_counters(gpu, monkeypatch):
+    """A graph keeps its counter, so that no counters may go while there is a process."""
+    start, memory = threading.Barrier(4), gpu.memory
+
+    def allocate(size):
+        time.sleep(0.05)
+        return memory(size)
+
+    def find(_):
+        start.wait(timeout=10)
+        return counters.of_device(3)
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "Memory", allocate)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(find, range(4)))) == 1
+    assert counters.of_device(3) is not counters.of_device(4)

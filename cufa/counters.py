@@ -14,6 +14,8 @@ import collections
 import threading
 from typing import Any
 
+from cufa import driver
+
 RING = 1 << 16
 COUNTER_BYTES = 4
 # A ring with fewer free counters gets new ones.
@@ -57,7 +59,7 @@ class Counters:
         import cupy
 
         runtime = cupy.cuda.runtime
-        memory = cupy.cuda.Memory(RING * COUNTER_BYTES)
+        memory = driver.with_memory(lambda: cupy.cuda.Memory(RING * COUNTER_BYTES))
         # Neither the default stream nor the whole GPU may be used while another thread captures a call.
         stream = cupy.cuda.Stream(non_blocking=True)
         runtime.memsetAsync(memory.ptr, 0, memory.size, stream.ptr)

@@ -21,6 +21,8 @@ TensorMapType = Literal["UINT8", "FLOAT16", "BFLOAT16"]
 
 # The driver's name for what a thread lacks that has not used the GPU.
 NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
+# What the driver and the runtime both say.
+OUT_OF_MEMORY = "out of memory"
 
 T = TypeVar("T")
 
@@ -73,6 +75,22 @@ def in_context(act: Callable[[], T]) -> T:
         if NO_CONTEXT not in str(error):
             raise
     get_context()
+    return act()
+
+
+def with_memory(act: Callable[[], T]) -> T:
+    """Return what `act` returns; if memory is short, free what CuPy's pool does not use and act again.
+
+    For what is not of the pool, which does the same for its own.
+    """
+    try:
+        return act()
+    except RuntimeError as error:  # CuPy's
+        if OUT_OF_MEMORY not in str(error):
+            raise
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
     return act()
 
 

@@ -270,7 +270,7 @@ def _module(variant: Variant, device_id: int) -> Any:
     for is_last in (False, True):
         build = jit.build(variant)
         try:
-            return jit.load(build)
+            return driver.with_memory(functools.partial(jit.load, build))
         except cupy.cuda.driver.CUDADriverError as error:
             if is_last or build.path.exists():  # else another process has cleared the cache in between
                 raise LaunchError(_why_not_loaded(build, error)) from None
@@ -312,7 +312,8 @@ class _Kernel:
     def __init__(self, module: Any, launch: Launch) -> None:
         import cupy
 
-        self._function = driver.in_context(lambda: _function(module, launch))
+        find = functools.partial(_function, module, launch)  # and load it, since the driver is lazy
+        self._function = driver.with_memory(lambda: driver.in_context(find))
         self._launch = launch
         extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
         self._launch_alone = functools.partial(cupy.cuda.driver.launchKernel, self._function.ptr, *extents)

@@ -106,6 +106,13 @@ def test_a_device_s_first_call_may_come_while_another_is_captured(gpu):
     assert len(gpu.zeroed) == 1
 
 
+def test_counters_get_memory_that_the_pool_does_not_use(gpu):
+    gpu.room, gpu.pooled = 0, 1
+    Counters()
+    with pytest.raises(CUDARuntimeError, match="out of memory"):
+        Counters()
+
+
 def test_threads_that_begin_at_once_have_the_same_counters(gpu, monkeypatch):
     """A graph keeps its counter, so that no counters may go while there is a process."""
     start, memory = threading.Barrier(4), gpu.memory

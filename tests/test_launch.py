@@ -491,6 +491,25 @@ def test_a_kernel_from_the_cache_that_does_not_load_without_nvrtc(machine, rng, 
         cufa.attention(q, k, v)
 
 
+@pytest.mark.parametrize(("owner", "step"), [(jit, "load"), (launch, "_function")])
+def test_a_kernel_is_loaded_where_the_pool_frees_memory(machine, rng, monkeypatch, owner, step):
+    """The driver has no part in CuPy's pool, which may hold the rest of the memory, unused."""
+    freed, load = [], getattr(owner, step)
+
+    def load_if_there_is_room(*arguments):
+        if not freed:
+            raise cupy.cuda.driver.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        return load(*arguments)
+
+    pool = types.SimpleNamespace(free_all_blocks=lambda: freed.append(True))
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
+    monkeypatch.setattr(owner, step, load_if_there_is_room)
+    problem = random_problem(rng, "float16", seqlen_q=2, seqlen_k=3)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    assert_attention(host(cufa.attention(q, k, v)), None, problem, causal=False)
+    assert len(freed) == 1
+
+
 def test_a_kernel_whose_file_is_gone_is_built_again_once(machine, rng, monkeypatch, tmp_path):
     """Another process may clear the cache between the two steps."""
     built, build = [], jit.build

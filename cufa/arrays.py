@@ -21,6 +21,7 @@ from cufa import device, tensor_layout
 from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 from cufa.tensor_layout import InPlace, Region, check_apart, lie_in_keys
+from cufa.threads import in_forked_children
 
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
@@ -168,8 +169,8 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
 
 @functools.cache
 def gpu_usable() -> bool:
-    """Whether CuPy can use a GPU; logs, once, what to install if there is a GPU without CuPy."""
-    if not device.gpu_present():
+    """Whether CuPy can use a GPU; logs, once, why not if there is one: most often, what to install."""
+    if not device.gpu_present() and not device.lost_in_fork():
         return False
     try:
         device.current()
@@ -177,6 +178,9 @@ def gpu_usable() -> bool:
         _log.warning("computing on the CPU: %s", error)
         return False
     return True
+
+
+in_forked_children(gpu_usable.cache_clear)
 
 
 def address(array: Any) -> int:

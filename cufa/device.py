@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from cufa import driver
 from cufa.integers import ceil_div, round_up
 from cufa.messages import shown
+from cufa.threads import in_forked_children
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -32,6 +33,9 @@ REGISTER_UNIT = 256
 # of each block's, and units are smaller.
 _FIRST_WITH_SMEM_RESERVED = (8, 0)
 SMEM_UNIT, OLDER_SMEM_UNIT = 128, 256
+
+# What the driver says in a process that was forked from one that had used it (CUDA_ERROR_NOT_INITIALIZED).
+_LOST_IN_FORK = 3
 
 _ARCH_PATTERN = re.compile(r"(?P<kind>sm_|compute_)?(?P<major>\d{1,2})\.?(?P<minor>\d)(?P<suffix>[af]?)")
 _ARCH_FORMS = "'sm_90a', 'compute_80', '90a', '9.0' or 80"
@@ -259,9 +263,26 @@ def gpu_present() -> bool:
     return library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+in_forked_children(gpu_present.cache_clear)
+
+
+def lost_in_fork() -> bool:
+    """Whether this process was forked from one that had used CUDA, which then works in that one alone."""
+    try:
+        return bool(driver.library().cuInit(0) == _LOST_IN_FORK)
+    except OSError:
+        return False
+
+
 def current() -> Device:
     """CuPy's current GPU. Raises GPUUnavailableError if there is none that CuPy can use."""
     if not gpu_present():
+        if lost_in_fork():
+            raise GPUUnavailableError(
+                "no GPU: this process was forked from one that had used CUDA, which works in that one alone; "
+                "spawn processes (multiprocessing.get_context('spawn')), or compute on the CPU, with "
+                "backend='numpy'"
+            )
         raise GPUUnavailableError(
             "no GPU: the NVIDIA driver is not installed or shows this process none; to compute on the CPU, "
             "use backend='numpy' (--backend numpy); to plan or compile for a GPU that is not here, name its "

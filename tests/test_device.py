@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import in_child
 
-from cufa import device, driver
-from cufa.device import KIB, KNOWN, Arch, Device, GPUUnavailableError
+from cufa import arrays, device, driver
+from cufa.device import KIB, KNOWN, Arch, Device, GPUUnavailableError, gpu_present
 
 
 @pytest.fixture(autouse=True)
@@ -314,6 +315,40 @@ def test_gpu_present_without_a_driver(monkeypatch):
 
     monkeypatch.setattr(driver, "library", fail)
     assert device.gpu_present.__wrapped__() is False
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_forked_from_one_that_had_used_the_gpu_has_none(fake_gpus, monkeypatch, caplog):
+    """CUDA works in the parent alone, whose answers the child must not take for its own."""
+    parent = os.getpid()
+
+    def get_count(reference):
+        reference._obj.value = 1
+        return 0
+
+    def init(flags):
+        return 0 if os.getpid() == parent else 3
+
+    monkeypatch.setattr(device, "gpu_present", gpu_present)
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuInit=init, cuDeviceGetCount=get_count))
+    caches = gpu_present, arrays.gpu_usable
+    for cached in caches:
+        cached.cache_clear()
+
+    def has_none():
+        caplog.clear()
+        with pytest.raises(GPUUnavailableError, match=r"^no GPU: this process was forked .*'spawn'"):
+            device.current()
+        usable = [arrays.gpu_usable() for _ in range(2)]
+        (record,) = caplog.records
+        assert record.getMessage().startswith("computing on the CPU: no GPU: this process was forked")
+        return usable == [False, False]
+
+    assert arrays.gpu_usable()
+    assert in_child(has_none)
+    assert arrays.gpu_usable()
+    for cached in caches:
+        cached.cache_clear()
 
 
 # --- target ---------------------------------------------------------------------------------------

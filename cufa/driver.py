@@ -49,7 +49,15 @@ def cuda_version() -> tuple[int, int]:
 
 @functools.cache
 def _bindings() -> Any:
-    from cuda.bindings import driver
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        from cufa.jit import NVRTCMissingError  # which asks this module
+
+        raise NVRTCMissingError(
+            "cufa asks the driver through cuda-bindings, which is not installed: pip install 'cufa[cuda13]', "
+            f"or 'cufa[cuda12]' for an NVIDIA driver older than 580 ({error})"
+        ) from error
 
     # In some versions, a call fails while another thread's first one loads the driver; without one, all do.
     with _loading, contextlib.suppress(RuntimeError):

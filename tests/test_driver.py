@@ -1,6 +1,7 @@
 """What cufa asks of CUDA's driver through cuda.bindings."""
 
 import ctypes
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 from first_calls import failing_meanwhile
 
 from cufa import driver
+from cufa.jit import NVRTCMissingError
 from cufa.plan.record import TensorBox
 from cufa.problem import Problem
 from cufa.tensor_maps import Encoder
@@ -112,6 +114,16 @@ def test_threads_wait_while_one_loads_the_driver(monkeypatch):
     driver._bindings.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(load_at_once, range(4))) == [True] * 4
+
+
+def test_without_its_bindings_the_driver_is_not_asked(monkeypatch):
+    """As with kernels from the cache, which need no NVRTC."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    driver._bindings.cache_clear()
+    with pytest.raises(NVRTCMissingError, match=r"cuda-bindings, .*: pip install 'cufa\["):
+        driver.encode_tensor_map("FLOAT16", 1 << 40, EXTENTS, STRIDES, BOX)
+    with pytest.raises(NVRTCMissingError, match=r"\(import of cuda\.bindings halted"):
+        driver.launch_config(1, 32, 0, cluster=2, overlaps=False, stream=0)
 
 
 @pytest.mark.gpu

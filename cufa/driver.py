@@ -23,6 +23,8 @@ TensorMapType = Literal["UINT8", "FLOAT16", "BFLOAT16"]
 NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 # What the driver and the runtime both say.
 OUT_OF_MEMORY = "out of memory"
+# How names begin of what the driver and the runtime do not allow during a capture.
+OF_CAPTURE = ("CUDA_ERROR_STREAM_CAPTURE", "cudaErrorStreamCapture")
 
 T = TypeVar("T")
 

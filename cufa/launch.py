@@ -7,11 +7,12 @@ which needs that memory to be the caller's: else it returns to CuPy's pool.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -63,6 +64,20 @@ class LaunchError(RuntimeError):
     """The driver refused a kernel; the message has the launch and the driver's reason."""
 
 
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Kernels and their counters are loaded inside; if CUDA does not allow that now, say what to do."""
+    try:
+        yield
+    except RuntimeError as error:  # this module's or CuPy's
+        if not any(name in str(error) for name in driver.OF_CAPTURE):
+            raise
+        raise LaunchError(
+            "kernels are loaded by the first call of a kind, which CUDA did not allow during a capture; make "
+            f"such a call once before ({error})"
+        ) from error
+
+
 class Executable:
     """A Plan whose kernels are loaded on the current GPU."""
 
@@ -76,12 +91,13 @@ class Executable:
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
         self._sum_bytes = plan.problem.accumulator.itemsize
         self._no_features = NO_FEATURES[plan.problem.direction]
-        self._loaded = tuple(map(_LoadedPlan, plan.and_beside, plan.workspace_begins))
-        launches = [
-            (index, step, _Kernel(self._loaded[index].module, launch))
-            for index, launch in plan.in_order
-            for step in range(launch.steps)
-        ]
+        with _loading():
+            self._loaded = tuple(map(_LoadedPlan, plan.and_beside, plan.workspace_begins))
+            launches = [
+                (index, step, _Kernel(self._loaded[index].module, launch))
+                for index, launch in plan.in_order
+                for step in range(launch.steps)
+            ]
         by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
         plans = plan.and_beside
         self._launches = [
@@ -363,4 +379,5 @@ def _planned_kernels(
     device_id: int,
 ) -> tuple[_Kernel, ...]:
     variant, launches = planned(*asked, target(arch).arch)
-    return tuple(_Kernel(_module(variant, device_id), launch) for launch in launches)
+    with _loading():
+        return tuple(_Kernel(_module(variant, device_id), launch) for launch in launches)

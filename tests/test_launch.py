@@ -510,6 +510,29 @@ def test_a_kernel_is_loaded_where_the_pool_frees_memory(machine, rng, monkeypatc
     assert len(freed) == 1
 
 
+@pytest.mark.parametrize(
+    ("owner", "step", "error"),
+    [
+        (jit, "load", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: operation not permitted"),
+        (counters, "of_device", "cudaErrorStreamCaptureUnsupported: operation not permitted"),
+    ],
+)
+def test_a_first_call_that_may_not_be_captured_says_so(machine, rng, monkeypatch, owner, step, error):
+    def refuse(_):
+        raise cupy.cuda.driver.CUDADriverError(error)
+
+    q, k, v, _ = map(machine.array, vars(random_problem(rng, "float16", seqlen_q=70, seqlen_k=90)).values())
+    calls = [lambda: cufa.attention(q, k, v), lambda: cufa.softmax(q)]  # the second has no counters
+    with monkeypatch.context() as capturing:
+        capturing.setattr(owner, step, refuse)
+        capturing.setattr(driver, "cuda_version", lambda: (13, 0))
+        for call_one in calls if owner is jit else calls[:1]:
+            with pytest.raises(launch.LaunchError, match=r"^kernels are loaded by the first .* once before"):
+                call_one()
+    for call_one in calls:
+        call_one()
+
+
 def test_a_kernel_whose_file_is_gone_is_built_again_once(machine, rng, monkeypatch, tmp_path):
     """Another process may clear the cache between the two steps."""
     built, build = [], jit.build

@@ -25,9 +25,8 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
 }
 
 
-# In decoding, keys may grow with each call, and pricing all rungs takes longer than a step. So the prices of
-# calls with few queries are those of a number of keys that is rounded up, by at most a 32nd.
-_FEW_QUERIES = 16
+# Each call may have other lengths, and pricing all rungs takes longer than a step of decoding. So prices are
+# those of lengths that are rounded up, by at most a 32nd.
 _ROUNDED_BITS = 6
 
 
@@ -75,13 +74,15 @@ def _verdict(kernel: Kernel, problem: Problem, device: Device) -> str | None:
 
 
 def _priced(problem: Problem) -> Problem:
-    """The problem that is priced in place of this one: typical or, with few queries, of rounded-up keys."""
+    """The problem that is priced in place of this one: typical, or of rounded-up lengths."""
     features = problem.features
-    of_each_key = features.packed or features.bias is not None or features.mask is not None
-    if problem.seqlen_q > _FEW_QUERIES or of_each_key:
+    if features.packed or features.bias is not None or features.mask is not None:
         return problem.typical
-    step = 1 << max(0, problem.seqlen_k.bit_length() - _ROUNDED_BITS)
-    return replace(problem, seqlen_k=round_up(problem.seqlen_k, step))
+    return replace(problem, seqlen_q=_rounded(problem.seqlen_q), seqlen_k=_rounded(problem.seqlen_k))
+
+
+def _rounded(length: int) -> int:
+    return round_up(length, 1 << max(0, length.bit_length() - _ROUNDED_BITS))
 
 
 @functools.lru_cache(maxsize=4096)

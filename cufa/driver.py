@@ -79,13 +79,7 @@ def in_context(act: Callable[[], T]) -> T:
 
     In its first call a thread may have needed no more of CuPy than memory that the pool had.
     """
-    try:
-        return act()
-    except RuntimeError as error:  # this module's or CuPy's
-        if NO_CONTEXT not in str(error):
-            raise
-    get_context()
-    return act()
+    return _despite(NO_CONTEXT, get_context, act)
 
 
 def with_memory(act: Callable[[], T]) -> T:
@@ -93,14 +87,23 @@ def with_memory(act: Callable[[], T]) -> T:
 
     For what is not of the pool, which does the same for its own.
     """
-    try:
-        return act()
-    except RuntimeError as error:  # CuPy's
-        if OUT_OF_MEMORY not in str(error):
-            raise
+    return _despite(OUT_OF_MEMORY, _free_unused_memory, act)
+
+
+def _free_unused_memory() -> None:
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _despite(refusal: str, mend: Callable[[], None], act: Callable[[], T]) -> T:
+    """Return what `act` returns; if it is refused for this reason, mend that and act again."""
+    try:
+        return act()
+    except RuntimeError as error:  # this module's or CuPy's
+        if refusal not in str(error):
+            raise
+    mend()
     return act()
 
 

@@ -432,6 +432,11 @@ class Problem:
         return self.causal or self.features.windowed
 
     @property
+    def rows_alike(self) -> bool:
+        """Whether all rows of a head see the same keys, those of a mask: the forward kernels' kRowsAlike."""
+        return self.features.mask_of_keys and not self.range_mask
+
+    @property
     def hides_later_keys(self) -> bool:
         """Whether a row sees no key after the diagonal, by a causal mask or by the window's end."""
         return self.causal or self.features.window[1] == 0

@@ -5,6 +5,7 @@ import importlib
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -63,6 +64,12 @@ def to_gpu(array):
 
 def on_gpu(problem):
     return [to_gpu(array) for array in (problem.q, problem.k, problem.v, problem.dout)]
+
+
+def step(q, k, v, dout):
+    """A forward and a backward."""
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
 
 
 def draw(rng, dtype, shape, **options):
@@ -302,16 +309,11 @@ def test_current_stream_is_used(cupy, rng, kernel):
 def test_cuda_graph_capture(cupy, rng):
     """Capturing fails if anything synchronises; replaying follows the inputs."""
     first, second = (draw(rng, "float16", SHAPES[0]) for _ in range(2))
-    q, k, v, dout = on_gpu(first)
-
-    def step():
-        out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
-        return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
-
+    inputs = on_gpu(first)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        graph, (out, lse, gradients) = captured(cupy, step)
-        for target, source in zip((q, k, v, dout), on_gpu(second), strict=True):
+        graph, (out, lse, gradients) = captured(cupy, partial(step, *inputs))
+        for target, source in zip(inputs, on_gpu(second), strict=True):
             target[...] = source
         graph.launch()
         stream.synchronize()
@@ -411,10 +413,6 @@ def test_threads_call_at_once(cupy, rng):
     ]
     inputs = [on_gpu(problem) for problem in problems]
 
-    def step(q, k, v, dout):
-        out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
-        return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
-
     for arguments in inputs:
         step(*arguments)
     cupy.cuda.runtime.deviceSynchronize()
@@ -445,10 +443,6 @@ def test_a_thread_s_first_use_of_the_gpu_is_a_new_call(cupy, rng, head_dim):
     spare = [cupy.empty_like(x) for arguments in inputs for x in arguments * 3]
     cupy.cuda.runtime.deviceSynchronize()
     del spare
-
-    def step(q, k, v, dout):
-        out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
-        return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
 
     for problem, arguments in zip(problems, inputs, strict=True):
         with ThreadPoolExecutor(1) as pool:

@@ -219,7 +219,7 @@ def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
         for tiles, pace in paces.items()
         if fills_words(kind, tiles) and _has_registers(kind, tiles)
     }
-    if dim <= max(ALIKE_PACES) and _all_rows_alike(kind):
+    if dim <= max(ALIKE_PACES) and _only_rows_alike(kind):
         paces |= {
             tiles: pace.times(faster)
             for tiles, pace in _for_dim(ALIKE_PACES, dim)[1].items()
@@ -300,7 +300,7 @@ def _has_registers_for_blocks(problem: Problem, tiles: Tiles) -> bool:
     features = problem.features
     if features.score_mod is not None or features.dropout or features.bias is not None or features.page_size:
         return False
-    masks = features.key_mask and not _all_rows_alike(problem)
+    masks = features.key_mask and not _only_rows_alike(problem)
     alibi_and_more = features.alibi and (features.softcap or masks or lengths_vary(problem))
     more = features.softcap or features.alibi or features.key_mask
     many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and more
@@ -332,12 +332,12 @@ def _has_registers_for_consumers(problem: Problem, tiles: Tiles) -> bool:
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
 
 
-def _all_rows_alike(problem: Problem) -> bool:
+def _only_rows_alike(problem: Problem) -> bool:
     """Whether all rows see the keys that a mask shows, and nothing else asks for registers."""
     features = problem.features
     adds = features.bias is not None or features.alibi or features.score_mod is not None
     plain = not (adds or features.softcap or features.dropout or features.page_size)
-    return features.mask_of_keys and plain and not (problem.range_mask or lengths_vary(problem))
+    return problem.rows_alike and plain and not lengths_vary(problem)
 
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:

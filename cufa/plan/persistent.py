@@ -199,8 +199,7 @@ def _most_consumer_registers(problem: Problem, tiles: Tiles, parted: Parting) ->
         return BESIDE_SEARCH
     if problem.kv_dtype is not None:
         return BESIDE_WIDENING
-    alike = features.mask_of_keys and not problem.range_mask
-    if features.key_mask and (tiles.blocks_per_sm > 1 or (tiles.consumers > 2 and not alike)):
+    if features.key_mask and (tiles.blocks_per_sm > 1 or (tiles.consumers > 2 and not problem.rows_alike)):
         return tiles.consumer_registers - REGISTER_STEP
     # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
     # needs all registers that consumers can get.

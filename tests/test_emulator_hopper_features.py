@@ -301,9 +301,11 @@ def test_a_mask_of_many_tiles_of_keys(rng, rows):
     assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
-def test_gradients_under_a_mask_of_many_tiles_of_keys(rng):
+# In order, a block counts the tiles of keys before its own that are seen.
+@pytest.mark.parametrize("features", [frozenset(), frozenset(("deterministic",))])
+def test_gradients_under_a_mask_of_many_tiles_of_keys(rng, features):
     sizes = {"batch": 2, "heads": 1, "kv_heads": 1, "seqlen_q": 30, "seqlen_k": 6800, "head_dim": 16}
-    case = draw_case(rng, "bfloat16", set(), **sizes)
+    case = draw_case(rng, "bfloat16", features, **sizes)
     shown = rng.choice([0.0, 0.5, 1.0], (2, 1, 1, 6800 // 128 + 1), p=[0.8, 0.1, 0.1])
     shown[0, ..., :34] = 0  # the first words, but for some of the second
     shown[1, ..., 10], shown[1, ..., 11:40] = 1, 0

@@ -324,7 +324,7 @@ def test_two_blocks_share_wide_heads():
         (problem(192, 128), "where bwd_4_wgmma needs one"),
         (problem(128, 256), "up to head dim 128"),
         *((problem(256, seqlen=length), "for so few queries or keys") for length in (150, 192)),
-        (problem(192, seqlen=64, batch=67), "for so few queries or keys"),
+        (replace(problem(192, seqlen=64, batch=67), seqlen_q=300), "for so few queries or keys"),
         (replace(problem(256), seqlen_q=64), "for so few queries or keys"),
         (replace(problem(192), seqlen_q=128), "for so few queries or keys"),
         (problem(192, seqlen=32), "slower than the mma.sync rungs"),
@@ -378,7 +378,7 @@ def test_few_keys_go_to_pairs_where_sms_would_be_idle_or_are_enough_for_one(call
 
 
 def test_few_short_sequences_under_a_mask_have_another():
-    masked = replace(problem(192, seqlen=64), features=Features(mask=(1, 1, 64, 64)))
+    masked = replace(problem(256, seqlen=64), features=Features(mask=(1, 1, 64, 64)))
     assert best_kernel(masked, H200).name == "bwd_3_mma"
     assert "for so few queries and keys" in unsuited(KERNELS[WIDE], masked, H200)
     for other in (
@@ -774,7 +774,8 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
         (replace(problem(64, batch=67, seqlen=64), seqlen_q=129), "bwd_3_mma"),
         (problem(192, batch=1024, seqlen=64), WIDE),
         (problem(160, batch=1, seqlen=64), "bwd_3_mma"),
-        (replace(problem(160, batch=1, seqlen=64), seqlen_q=65), PAIR),
+        (replace(problem(160, batch=1, seqlen=64), seqlen_q=80), "bwd_3_mma"),
+        (replace(problem(160, batch=1, seqlen=64), seqlen_q=81), PAIR),
         (replace(problem(160, batch=66, seqlen=64), seqlen_q=256), "bwd_3_mma"),
         (replace(problem(160, batch=66, seqlen=65), seqlen_q=129), PAIR),
         (
@@ -795,41 +796,62 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "masked", "kernel"),
+    ("sizes", "feature", "kernel"),
     [
-        ((1, 77, 64, 64, 16, 32), False, "bwd_3_mma"),
-        ((16, 384, 77, 8, 8, 32), False, NARROW),
-        ((128, 16, 77, 8, 8, 64), False, "bwd_3_mma"),
-        ((32, 100, 100, 1, 1, 64), False, "bwd_3_mma"),
-        ((32, 100, 100, 8, 4, 64), False, NARROW),
-        ((4, 77, 77, 16, 4, 64), False, "bwd_3_mma"),
-        ((32, 77, 77, 16, 4, 64), False, NARROW),
-        ((4, 128, 64, 32, 4, 128), False, "bwd_3_mma"),
-        ((4, 129, 64, 16, 4, 64), False, NARROW),
-        ((32, 256, 64, 16, 4, 64), False, "bwd_3_mma"),
-        ((128, 77, 128, 2, 2, 64), True, "bwd_3_mma"),
-        ((1, 1024, 77, 2, 2, 128), True, NARROW),
-        ((16, 77, 77, 8, 8, 128), False, "bwd_3_mma"),
-        ((16, 77, 77, 4, 1, 128), False, "bwd_3_mma"),
-        ((64, 77, 77, 4, 1, 128), False, NARROW),
-        ((4, 16, 4096, 2, 2, 64), False, "bwd_3_mma"),
-        ((1, 64, 1024, 16, 2, 64), False, "bwd_3_mma"),
-        ((4, 64, 1024, 16, 4, 64), False, NARROW),
-        ((32, 100, 4096, 8, 8, 64), False, NARROW),
-        ((128, 256, 64, 32, 16, 64), False, "bwd_3_mma"),
-        ((2, 512, 64, 16, 16, 128), False, NARROW),
-        ((128, 128, 128, 16, 16, 32), False, NARROW),
-        ((64, 16, 16, 4, 4, 192), False, "bwd_3_mma"),
-        ((128, 64, 64, 32, 8, 256), False, PAIR),
-        ((128, 64, 64, 2, 2, 256), False, WIDE),
-        ((8, 48, 77, 4, 4, 256), False, PAIR),
-        ((4, 48, 4096, 8, 8, 256), False, WIDE),
+        ((1, 77, 64, 64, 16, 32), "none", "bwd_3_mma"),
+        ((16, 384, 77, 8, 8, 32), "none", NARROW),
+        ((128, 16, 77, 8, 8, 64), "none", "bwd_3_mma"),
+        ((32, 100, 100, 1, 1, 64), "none", "bwd_3_mma"),
+        ((32, 100, 100, 8, 4, 64), "none", NARROW),
+        ((4, 77, 77, 16, 4, 64), "none", "bwd_3_mma"),
+        ((32, 77, 77, 16, 4, 64), "none", NARROW),
+        ((4, 128, 64, 32, 4, 128), "none", "bwd_3_mma"),
+        ((4, 129, 64, 16, 4, 64), "none", NARROW),
+        ((32, 256, 64, 16, 4, 64), "none", "bwd_3_mma"),
+        ((128, 77, 128, 2, 2, 64), "mask", "bwd_3_mma"),
+        ((1, 1024, 77, 2, 2, 128), "mask", NARROW),
+        ((16, 77, 77, 8, 8, 128), "none", "bwd_3_mma"),
+        ((16, 77, 77, 4, 1, 128), "none", "bwd_3_mma"),
+        ((64, 77, 77, 4, 1, 128), "none", NARROW),
+        ((4, 16, 4096, 2, 2, 64), "none", "bwd_3_mma"),
+        ((1, 64, 1024, 16, 2, 64), "none", "bwd_3_mma"),
+        ((4, 64, 1024, 16, 4, 64), "none", NARROW),
+        ((32, 100, 4096, 8, 8, 64), "none", NARROW),
+        ((128, 256, 64, 32, 16, 64), "none", "bwd_3_mma"),
+        ((2, 512, 64, 16, 16, 128), "none", NARROW),
+        ((128, 128, 128, 16, 16, 32), "none", NARROW),
+        ((64, 16, 16, 4, 4, 192), "none", "bwd_3_mma"),
+        ((128, 64, 64, 32, 8, 256), "none", PAIR),
+        ((128, 64, 64, 2, 2, 256), "none", WIDE),
+        ((8, 48, 77, 4, 4, 256), "none", PAIR),
+        ((4, 48, 4096, 8, 8, 256), "none", WIDE),
+        ((8, 77, 64, 16, 16, 192), "none", "bwd_3_mma"),
+        ((16, 256, 77, 16, 4, 192), "none", PAIR),
+        ((16, 256, 77, 16, 4, 192), "causal", "bwd_3_mma"),
+        ((4, 128, 64, 1, 1, 192), "none", PAIR),
+        ((4, 128, 64, 1, 1, 192), "causal", "bwd_3_mma"),
+        ((32, 128, 64, 4, 2, 192), "none", "bwd_3_mma"),
+        ((64, 256, 64, 32, 8, 192), "none", WIDE),
+        ((1, 48, 48, 64, 8, 256), "none", "bwd_3_mma"),
+        ((4, 48, 48, 64, 8, 256), "none", PAIR),
+        ((8, 128, 128, 8, 2, 192), "softcap", "bwd_3_mma"),
+        ((8, 256, 128, 8, 2, 192), "mask", WIDE),
+        ((16, 256, 128, 8, 8, 192), "mask", "bwd_3_mma"),
+        ((64, 64, 4096, 8, 8, 64), "mask", "bwd_3_mma"),
+        ((128, 128, 4096, 2, 1, 64), "mask", "bwd_3_mma"),
+        ((2, 128, 256, 128, 16, 64), "mask", NARROW),
+        ((1, 32, 1024, 16, 2, 128), "mask", "bwd_3_mma"),
+        ((128, 16, 4096, 1, 1, 96), "mask", NARROW),
+        ((16, 128, 128, 16, 2, 128), "mask", "bwd_3_mma"),
     ],
 )
-def test_the_fastest_rung_of_few_queries_or_keys(sizes, masked, kernel):
+def test_the_fastest_rung_of_few_queries_or_keys(sizes, feature, kernel):
     """As measured on an H200."""
     batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
     call = Problem("backward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
-    if masked:
+    call = replace(call, causal=feature == "causal")
+    if feature == "mask":
         call = replace(call, features=Features(mask=(batch, 1, seqlen_q, seqlen_k)))
+    elif feature == "softcap":
+        call = replace(call, features=Features(softcap=True))
     assert best_kernel(call, H200).name == kernel

@@ -23,8 +23,8 @@ _WHOLE_KEYS = 128
 _FEW_KEYS = 64
 _ROWS_OF_FEW_KEYS = 256
 _QUERIES_OF_PART, _QUERIES_OF_MANY_PARTS = 128, 256
-# With any number of these keys, if a mask or a mask_mod hides scores: at most this many rows.
-_ROWS_UNDER_MASK = 256
+# With any number of these keys, if a mask or a mask_mod hides scores: at most this many queries.
+_QUERIES_UNDER_MASK = 200
 # Otherwise, by the largest head dim: at most this many rows, or queries in a part, if an SM has at most this
 # many blocks; and at most this many queries with any number of blocks.
 _ROWS = {32: 320, 64: 128, _NARROW_DIM: 96}
@@ -33,19 +33,31 @@ _FEW_QUERIES = {32: 64, 64: 32, _NARROW_DIM: 0}
 
 # Few rows with any number of keys: at most this many head dims, and rows, or queries in a part.
 _FEW_ROWS_HEAD_DIM, _FEW_ROWS = 64, 64
-# That is only if each SM has at most this many tiles of this many keys, or if there is a score_mod, which the
-# Hopper backward would also compute for rows that do not exist.
+# That is only if each SM has at most this many tiles of this many keys; if there is a score_mod, which the
+# Hopper backward would also compute for rows that do not exist; or under a mask or a mask_mod.
 _TILES_OF_SM, _TILE_KEYS = 2, 128
+# If that hides scores, at most this many queries of as many rows as this.
+_FEW_QUERIES_UNDER_MASK, _FEW_ROWS_UNDER_MASK = 128, 256
+# With more head dims under a mask or a mask_mod: at most this many queries, and tiles of all heads.
+_FEWEST_ROWS, _TILES_OF_HEADS = 32, 4
 
 # Wide heads, of at most this many head dims: at most this many queries and keys.
 _WIDE_DIM, _SHORT_IF_WIDE = 256, 32
-# The same if the call has a mask, a bias, a function or dropout, and query heads have no more tiles of
+# The same if scores are shaped, for which there is no bwd_8_wgmma_pair, and query heads have no more tiles of
 # _WIDE_TILE_KEYS keys than there are SMs.
 _WIDE_TILE_KEYS, _SHORT_IF_SHAPED = 64, 80
-# Wide heads, of at most this many head dims, if a block has all their keys: at most this many queries.
+# Few keys, with the queries at most this many, if at least this many heads share them and no SM has two.
+_QUERIES_AND_KEYS, _MANY_SHARE = 96, 4
+
+# Wide heads, if a block has all their keys, by the most head dims. In the first case, at most this many
+# queries; if no SM is idle or scores are shaped, by the most keys.
 _WIDE_DIM_OF_WHOLE, _QUERIES_IF_WIDE = 160, 64
-# If no SM is idle or the call has one of these features, by the most keys: at most this many queries.
 _QUERIES_IF_BUSY = {_FEW_KEYS: 256, _WHOLE_KEYS: 128}
+# In the second case, at most so many queries, or the second number if half of the SMs are busy. That is if
+# scores are shaped; or for few keys, under a causal mask for all if half of the SMs are busy, as long as an
+# SM has at most this many heads.
+_WIDER_DIM_OF_WHOLE, _HALF_OF_SMS, _MOST_HEADS_OF_SM = 192, 0.5, 8
+_QUERIES_IF_SHAPED, _QUERIES_IF_WIDER = (128, 256), (80, 256)
 
 
 def is_short(problem: Problem, device: Device) -> bool:
@@ -57,13 +69,18 @@ def is_short(problem: Problem, device: Device) -> bool:
 
 def is_short_if_wide(problem: Problem, device: Device) -> bool:
     """Whether sequences are short for `bwd_5_wgmma_wide` and `bwd_8_wgmma_pair`."""
-    if _is_whole_if_wide(problem, device):
+    if _dims(problem) > _WIDE_DIM:
+        return False
+    if _is_whole_if_wide(problem, device) or _is_whole_if_wider(problem, device):
         return True
-    longest = max(_queries(problem), _keys(problem))
-    sequences = problem.batch // problem.packed_sequences
-    tiles = sequences * problem.heads * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
+    heads = problem.batch // problem.packed_sequences * problem.heads
+    tiles = heads * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
     most = _SHORT_IF_SHAPED if _is_shaped(problem) and tiles <= device.sm_count else _SHORT_IF_WIDE
-    return longest <= most and _dims(problem) <= _WIDE_DIM
+    if max(_queries(problem), _keys(problem)) <= most:
+        return True
+    many_share = problem.group >= _MANY_SHARE and heads <= device.sm_count
+    keys = problem.stated_most_keys
+    return many_share and keys <= _FEW_KEYS and _queries(problem) + keys <= _QUERIES_AND_KEYS
 
 
 def _are_many(problem: Problem, device: Device) -> bool:
@@ -83,7 +100,7 @@ def _is_whole(problem: Problem, device: Device) -> bool:
         few_rows = rows <= _ROWS_OF_FEW_KEYS * (1 if blocks_of_sm < 1 else 2)
         if few_rows or queries <= (_QUERIES_OF_PART if parts_of_sm < 1 else _QUERIES_OF_MANY_PARTS):
             return True
-    if problem.hides_scores and rows <= _ROWS_UNDER_MASK:
+    if problem.hides_scores and queries <= _QUERIES_UNDER_MASK:
         return True
     dims = next(limit for limit in _ROWS if _dims(problem) <= limit)
     return queries <= _FEW_QUERIES[dims] or any(
@@ -102,26 +119,52 @@ def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
     return queries <= (most if busy else _QUERIES_IF_WIDE)
 
 
+def _is_whole_if_wider(problem: Problem, device: Device) -> bool:
+    """The same for wider heads."""
+    keys, heads_of_sm = problem.stated_most_keys, problem.batch * problem.heads / device.sm_count
+    if keys > _WHOLE_KEYS or _dims(problem) > _WIDER_DIM_OF_WHOLE:
+        return False
+    busy = heads_of_sm >= _HALF_OF_SMS
+    if _is_shaped(problem):
+        return _queries(problem) <= _QUERIES_IF_SHAPED[busy]
+    few = keys <= _FEW_KEYS or (problem.causal and busy)
+    return few and heads_of_sm <= _MOST_HEADS_OF_SM and _queries(problem) <= _QUERIES_IF_WIDER[busy]
+
+
 def _is_shaped(problem: Problem) -> bool:
-    """Whether scores have a rule for each: a mask, a bias, a function or dropout."""
+    """Whether scores have a rule for each: a mask, a bias, a function, dropout or a soft cap."""
     features = problem.features
-    rules = problem.hides_scores, features.bias is not None, features.score_mod is not None, features.dropout
-    return any(rules)
+    return (
+        problem.hides_scores
+        or features.bias is not None
+        or features.score_mod is not None
+        or features.dropout
+        or features.softcap
+    )
 
 
 def _has_few_rows(problem: Problem, device: Device) -> bool:
     """Whether rows are few; never if packed, as it is not known that no sequence has more."""
-    if problem.features.packed or _dims(problem) > _FEW_ROWS_HEAD_DIM:
+    if problem.features.packed:
         return False
+    queries, rows = _queries(problem), _queries(problem) * problem.group
     tiles = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, _TILE_KEYS)
-    most_tiles = _TILES_OF_SM * device.sm_count
-    if problem.seqlen_q * problem.group <= _FEW_ROWS:
-        return problem.features.score_mod is not None or tiles <= most_tiles
-    return problem.seqlen_q <= _FEW_ROWS and tiles * problem.group <= most_tiles
+    masked, few_tiles = problem.features.key_mask, _TILES_OF_SM * device.sm_count
+    if _dims(problem) > _FEW_ROWS_HEAD_DIM:
+        few_of_heads = tiles * problem.group <= _TILES_OF_HEADS * device.sm_count
+        return masked and queries <= _FEWEST_ROWS and few_of_heads
+    if problem.hides_scores and queries <= _FEW_QUERIES_UNDER_MASK and rows <= _FEW_ROWS_UNDER_MASK:
+        return True
+    if rows <= _FEW_ROWS:
+        return problem.features.score_mod is not None or masked or tiles <= few_tiles
+    return queries <= _FEW_ROWS and (masked or tiles * problem.group <= few_tiles)
 
 
 def _queries(problem: Problem) -> int:
-    return ceil_div(problem.seqlen_q, problem.packed_sequences)
+    """Those of a sequence that see a key. Under a causal mask the first ones see none if keys are fewer."""
+    queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
+    after = 0 if problem.causal else problem.features.window[1]
+    return queries if after is None else min(queries, _keys(problem) + after)
 
 
 def _keys(problem: Problem) -> int:

@@ -192,10 +192,11 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
         described |= cu_seqlens(features)
     if features.page_size:
         described["block_table"] = zeros(np.int32, problem.batch, _pages_of_sequence(problem))
-    if features.seqused_k is not None:
+    if features.page_size and features.varlen is not None:  # pages have room for more keys than there are
+        lengths = [keys for _, keys in features.varlen]
+        described["seqused_k"] = np.minimum(features.seqused_k or lengths, lengths).astype(np.int32)
+    elif features.seqused_k is not None:
         described["seqused_k"] = np.array(features.seqused_k, np.int32)
-    elif features.page_size and features.varlen is not None:
-        described["seqused_k"] = np.array([keys for _, keys in features.varlen], np.int32)
     if features.bias is not None:
         described["bias"] = zeros(problem.output, 1, heads, rows, keys)
     if features.mask == RANDOM_BITS:

@@ -235,6 +235,19 @@ def test_packed_sequences_with_keys_in_pages():
     assert point["direction"] == "forward"
 
 
+def test_no_more_keys_of_packed_sequences_count_than_there_are_though_pages_have_room(tmp_path):
+    sizes = ("--varlen", "3:30,2:5", "--heads", 2, "--head-dim", 8, "--page-size", 16, "--bias", "random")
+    outputs = []
+    for option in ((), ("--seqused-k", "50,50"), ("--seqused-k", "50,3")):
+        document = run_json("run", *sizes, *option, "--out", tmp_path / "out.npy")
+        assert document["check"]["ok"]
+        outputs.append(np.load(tmp_path / "out.npy"))
+    all_keys, more, fewer = outputs
+    np.testing.assert_array_equal(more, all_keys)
+    np.testing.assert_array_equal(fewer[:3], all_keys[:3])
+    assert not np.array_equal(fewer[3:], all_keys[3:])
+
+
 def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
     asked = ("run", *HEADS, "--page-size", 7)
     assert "only for gradients, which --page-size leaves out" in refused(*asked, "--dlse")

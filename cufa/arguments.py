@@ -445,16 +445,16 @@ def _features(
     plain = options._replace(causal=False, window=None, layout="bshd") == Options()
     if plain and window == (None, None) and not shapes.keys() & _NOT_PLAIN:
         return PLAIN
-    for name, wanted in _side_arrays(problem, shapes).items():
-        check_array(name, shapes[name], dtypes[name], wanted)
-    for name in ("bias", "mask"):
-        if name in shapes:
-            _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
     for name in sorted(shapes.keys() & DESCALES):
         array = name.removesuffix("_descale")
         own_dtype = problem.dtype if array == "q" else problem.key_dtype
         if own_dtype != FLOAT8:
             raise ValueError(f"{name} is given, which is for {FLOAT8}, and {array} is {own_dtype}")
+    for name, wanted in _side_arrays(problem, shapes).items():
+        check_array(name, shapes[name], dtypes[name], wanted)
+    for name in ("bias", "mask"):
+        if name in shapes:
+            _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:

@@ -370,10 +370,13 @@ def test_there_are_no_gradients(arrays, dtype, first):
         )
 
 
-def test_descales_are_for_8_bits(arrays):
-    wide = [x.astype(np.float16) for x in (arrays.q, arrays.k, arrays.v)]
-    with pytest.raises(ValueError, match="v_descale is given, which is for float8_e4m3fn"):
-        cufa.attention(*wide, v_descale=np.ones((2, 2), np.float32), backend="numpy")
+@pytest.mark.parametrize("shape", [(2, 2), (2,)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_descales_are_for_8_bits(arrays, dtype, shape):
+    """Whatever the shape and the dtype of the descale: there is none that would do."""
+    wide = [x.astype(dtype) for x in (arrays.q, arrays.k, arrays.v)]
+    with pytest.raises(ValueError, match=f"v_descale is given, which is for {FLOAT8}, and v is {dtype}"):
+        cufa.attention(*wide, v_descale=np.ones(shape, np.float32), backend="numpy")
 
 
 def test_descales_of_packed_sequences(rng, arrays):

@@ -812,7 +812,7 @@ def test_torch_tensors_whose_elements_are_not_their_memorys_are_named() -> None:
                 call()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 def test_torch_tensors_that_torch_func_transforms_are_named() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("torch", minversion="2.7")  # earlier ones do not say which these are
@@ -833,7 +833,9 @@ def test_torch_tensors_that_torch_func_transforms_are_named() -> None:
         torch.func.grad(lambda x: cufa.attention(one, one, one, softmax_scale=x).sum())(scale)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
+@pytest.mark.filterwarnings(  # torch's own
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_torch_tensors_with_a_tangent_are_named() -> None:
     """Results would have none, so the derivative would be lost without a word."""
     torch = pytest.importorskip("torch")

@@ -24,6 +24,7 @@ from cufa.api import check_attention
 from cufa.compat import appending
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
+from cufa.plan.record import BIAS
 from cufa.problem import FLOAT8
 from cufa.tensor_layout import Region
 
@@ -113,13 +114,15 @@ def host(array):
 
 def encode(dtype, address, extents, strides, box):
     """What `cuTensorMapEncodeTiled` is asked for, as the emulator has it."""
+    if not address or 0 in extents or 0 in box:
+        raise DriverError("CUDA_ERROR_INVALID_VALUE")
     dim, *rows, heads, batch = extents
     row_stride, *_, head_stride, batch_stride = strides
     itemsize = 1 if dtype == "UINT8" else 2
     where = np.ndarray(
         (batch, math.prod(rows), heads, dim),
         f"u{itemsize}",
-        (ctypes.c_char * 2**40).from_address(address),
+        (ctypes.c_char * 2**56).from_address(address),
         strides=(batch_stride, row_stride, head_stride, itemsize),
     )
     cols, *box_rows, _, _ = box
@@ -279,6 +282,51 @@ def test_features_and_their_gradients(machine, rng):
         dout, q, k, v, out, lse, **forward, dlse=machine.array(case.dlse), **asked
     )
     assert_gradients(tuple(map(host, gradients)), problem, **case.backward)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 70, 96), (1, 2, 70, 96), (2, 1, 1, 96)], ids=str)
+def test_a_bias_that_the_copy_engine_brings(machine, rng, shape):
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=96, heads=2)
+    whole = np.full((*shape[:2], 2 * shape[2], 104), np.nan, np.float16)
+    bias = whole[:, :, ::2, :96]
+    bias[...] = rng.standard_normal(shape)
+    q, k, v, dout = map(machine.array, vars(problem).values())
+    given = {"bias": machine.array(bias)}
+    for backward in (False, True):
+        assert BIAS in [box.tensor for box in cufa.plan(q, k, v, **given, backward=backward).boxes]
+    out, lse = cufa.attention(q, k, v, **given, return_lse=True)
+    assert_attention(host(out), host(lse), problem, bias=bias)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **given)
+    assert_gradients(tuple(map(host, gradients)), problem, bias=bias)
+
+
+def test_pages_that_the_copy_engine_brings(machine, rng):
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=128, heads=2)
+    table = np.array([[5, 0], [2, 7]], np.int32)
+    pages = {name: np.full((9, 64, 2, 64), np.nan, np.float16) for name in "kv"}
+    for name, whole in pages.items():
+        whole[table] = getattr(problem, name).reshape(2, 2, 64, 2, 64)
+    k, v = map(machine.array, pages.values())
+    out, lse = cufa.attention(
+        machine.array(problem.q), k, v, block_table=machine.array(table), return_lse=True
+    )
+    assert_attention(host(out), host(lse), problem)
+    assert machine.launched == ["fwd_6_wgmma"]
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_no_keys_are_brought(machine, rng, pages):
+    """The driver encodes no map of nothing, be it at an address or at none."""
+    q = machine.array(rng.standard_normal((2, 70, 2, 64)).astype(np.float16))
+    side = {}
+    if pages:
+        side = {"block_table": np.zeros((2, 1), np.int32), "seqused_k": np.zeros(2, np.int32)}
+    nowhere = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device_id=0), 0)
+    none_of = machine.array(np.zeros((2, 1, 2, 64), np.float16))[:, :0]
+    k = cupy.ndarray((0, 64, 2, 64), np.float16, nowhere) if pages else none_of
+    out = cufa.attention(q, k, k, **{name: machine.array(x) for name, x in side.items()})
+    assert not host(out).any()
+    assert machine.launched == ["fwd_6_wgmma"]
 
 
 def test_probabilities_and_parts(machine, rng):

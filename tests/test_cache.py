@@ -44,9 +44,17 @@ def test_what_was_stored_is_found(folder, binary):
     assert cache.lookup(OTHER) is None
 
 
-def test_an_entry_is_replaced_whole(folder, binary):
+def test_an_entry_is_replaced_whole(monkeypatch, binary):
     old = cache.store(KEY, b"old", "cubin", META)
+    replace, seen = Path.replace, []
+
+    def while_read(path, target):
+        seen.append(cache.lookup(KEY))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", while_read)
     new = cache.store(KEY, binary, "cubin", META | {"log": "new"})
+    assert seen == [old, old]
     assert cache.lookup(KEY) == new
     assert old.path != new.path
     assert old.path.read_bytes() == b"old"  # a process that was told of it can still load it
@@ -64,6 +72,17 @@ def test_a_relative_folder_is_one_of_the_working_directory(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUFA_CACHE_DIR", "kernels")
     assert cache.directory() == tmp_path / "kernels"
+
+
+@posix_only
+def test_a_relative_folder_in_a_working_directory_that_was_deleted(tmp_path, monkeypatch, binary, caplog):
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    monkeypatch.setenv("CUFA_CACHE_DIR", "kernels")
+    assert cache.lookup(KEY) is None
+    _assert_falls_back(Path("kernels"), binary, caplog, "No such file")
 
 
 def test_the_folders_that_the_folder_is_in_are_made(tmp_path, monkeypatch, binary):
@@ -329,8 +348,9 @@ def test_a_fallback_folder_that_is_removed_is_made_again(tmp_path, monkeypatch, 
     assert again.parent != first.parent
 
 
-def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, caplog):
-    replace, clears = Path.replace, iter((True, False, True))
+@pytest.mark.parametrize(("steps", "is_whole"), [((True,), True), ((True, False, True), False)])
+def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, caplog, steps, is_whole):
+    replace, clears = Path.replace, iter(steps)
 
     def cleared(path, target):
         if next(clears, False):
@@ -338,8 +358,10 @@ def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, capl
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", cleared)
-    assert cache.store(KEY, binary, "cubin", META).path.parent == folder
+    stored = cache.store(KEY, binary, "cubin", META)
+    assert stored.path.parent == folder
     assert not caplog.records
+    assert cache.lookup(KEY) == (stored if is_whole else None)
 
 
 def test_what_killed_processes_left_goes_after_a_day(folder, binary):
@@ -374,11 +396,13 @@ def test_info_counts_entries_and_bytes(folder, binary):
     assert info.bytes > 2 * len(binary)
 
 
-def test_info_leaves_out_a_file_that_goes_meanwhile(folder, monkeypatch, binary):
+def test_a_file_that_goes_meanwhile_is_left_out(monkeypatch, binary):
     cache.store(KEY, binary, "cubin", META)
     info, own_files = cache.info(), cache._own_files
     monkeypatch.setattr(cache, "_own_files", lambda path: [*own_files(path), path / ".cufa-gone_1.tmp"])
     assert cache.info() == info
+    cache.clear()
+    assert cache.info().entries == 0
 
 
 def test_clear_removes_what_is_cufas_and_nothing_else(folder, binary):

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,6 +28,8 @@ def test_a_launch(monkeypatch):
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (256, 1, 1)
     assert (config.sharedMemBytes, int(config.hStream)) == (40_000, 2)
     overlap, cluster = config.attrs
+    assert overlap.id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    assert cluster.id.name == "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
     assert overlap.value.programmaticStreamSerializationAllowed == 1
     extents = cluster.value.clusterDim
     assert (extents.x, extents.y, extents.z) == (2, 1, 1)
@@ -58,6 +61,17 @@ def test_a_tensor_map(monkeypatch, dtype):
     encoded = driver.encode_tensor_map(dtype, 1 << 40, EXTENTS, STRIDES, BOX)
     assert encoded == b"".join(word.to_bytes(8, "little") for word in range(16))
     assert len(encoded) == driver.TENSOR_MAP_BYTES
+
+
+def test_the_version_of_the_driver(monkeypatch):
+    def write(version):
+        version._obj.value = 13050
+        return 0
+
+    monkeypatch.setattr(driver, "library", lambda: types.SimpleNamespace(cuDriverGetVersion=write))
+    driver.cuda_version.cache_clear()
+    assert driver.cuda_version() == (13, 5)
+    driver.cuda_version.cache_clear()
 
 
 def test_a_refusal_has_the_driver_s_name(monkeypatch):

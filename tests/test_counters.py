@@ -25,6 +25,7 @@ class GPU:
         self.room = 10  # how many more rings fit
         self.pooled = 0  # how many the pool holds, unused
         self.zeroed = []
+        self._asked = []  # what the GPU may still have to do
         self._addresses = itertools.count(1 << 20, 1 << 24)
 
     def memory(self, size):
@@ -38,7 +39,12 @@ class GPU:
 
     def memset(self, address, value, size, stream=0):
         self.not_captured(stream)
-        self.zeroed.append((address, value, size))
+        self._asked.append((address, value, size))
+
+    def synchronize(self, stream=0):
+        self.not_captured(stream)
+        self.zeroed += self._asked
+        self._asked.clear()
 
     def not_captured(self, stream=0):
         """CUDA forbids to use the default stream or to wait for all of the GPU during a capture."""
@@ -55,8 +61,8 @@ def gpu(monkeypatch):
         runtime=types.SimpleNamespace(
             memset=gpu.memset,
             memsetAsync=gpu.memset,
-            deviceSynchronize=gpu.not_captured,
-            streamSynchronize=gpu.not_captured,
+            deviceSynchronize=gpu.synchronize,
+            streamSynchronize=gpu.synchronize,
             streamIsCapturing=lambda stream: gpu.capturing,
         ),
     )

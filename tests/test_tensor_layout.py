@@ -261,6 +261,7 @@ def bytes_of(*shape: int) -> np.ndarray:
         (bytes_of(2, 3, 8, 32)[:, :, ::-1].transpose(0, 3, 1, 2), False),
         (bytes_of(2, 3, 1, 32).transpose(0, 3, 1, 2), False),  # one column: rows are as good
         (bytes_of(2, 32, 3, 8), False),
+        (bytes_of(2, 32, 3, 128)[..., ::16], False),  # nothing is adjacent
     ],
 )
 def test_values_that_lie_transposed(values, lies):
@@ -278,8 +279,10 @@ def test_of_what_no_values_are_read_transposed():
     storage = described(bytes_of(2, 3, 8, 32).transpose(0, 3, 1, 2))[0]
     problem = Problem("forward", FLOAT8, 2, 5, 32, 3, 3, 16, 8)
     assert lies_transposed(problem, storage, LAYOUTS["bshd"])
+    assert not lies_transposed(replace(problem, head_dim=24), storage, LAYOUTS["bshd"])
+    halves = described(numbered(2, 3, 8, 32).transpose(0, 3, 1, 2))[0]
+    assert not lies_transposed(replace(problem, dtype="float16"), halves, LAYOUTS["bshd"])
     for other in (
-        replace(problem, dtype="float16"),
         replace(problem, features=Features(packed=True)),
         replace(problem, features=Features(page_size=16)),
     ):

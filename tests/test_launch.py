@@ -300,6 +300,50 @@ def test_a_bias_that_the_copy_engine_brings(machine, rng, shape):
     assert_gradients(tuple(map(host, gradients)), problem, bias=bias)
 
 
+def test_a_gradient_that_another_plan_launches(machine, rng):
+    """Between the launches of the first, with parameters and memory of its own."""
+    problem = random_problem(rng, "float32", batch=2, seqlen_q=70, seqlen_k=96, heads=2)
+    bias = rng.standard_normal((1, 2, 70, 96)).astype(np.float32)
+    q, k, v, dout, of_scores = map(machine.array, (*vars(problem).values(), bias))
+    out, lse = cufa.attention(q, k, v, bias=of_scores, return_lse=True)
+    machine.launched.clear()
+    options = {"bias": of_scores, "return_dbias": True, "kernel": "bwd_6_float32"}
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
+    assert_gradients(tuple(map(host, gradients)), problem, bias=bias, return_dbias=True)
+    assert machine.launched[:4] == ["to_halves", "row_sums", "bias_gradient", "key_tiles"]
+
+
+def test_steps_in_the_callers_workspace(machine, rng, monkeypatch):
+    problem = random_problem(rng, "float32", batch=2, seqlen_q=20, seqlen_k=150, heads=2, head_dim=16)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    options = {"kernel": "fwd_3_flash_v1", "tiles": {"block_n": 64}}
+    workspace = machine.array(np.zeros(cufa.plan(q, k, v, **options).workspace_bytes, np.uint8))
+    monkeypatch.setattr(cupy.cuda, "alloc", lambda _: pytest.fail("memory of its own"))
+    out, lse = cufa.attention(q, k, v, **options, return_lse=True, workspace=workspace)
+    assert_attention(host(out), host(lse), problem)
+    assert machine.launched == ["fwd_3_flash_v1"] * 3
+    assert host(workspace).any()
+
+
+def test_heads_that_are_a_tile_s_rows(machine, rng):
+    """Many heads of few queries beside latents, whose beginnings are the values."""
+    problem = random_problem(
+        rng, "float16", batch=2, seqlen_q=3, seqlen_k=70, heads=64, kv_heads=1, head_dim=576
+    )
+    q, k = map(machine.array, (problem.q, problem.k))
+    assert cufa.plan(q, k, k[..., :512]).problem.queries_as_heads
+    out, lse = cufa.attention(q, k, k[..., :512], return_lse=True)
+    assert_attention(
+        host(out), host(lse), replace(problem, v=problem.k[..., :512], dout=problem.dout[..., :512])
+    )
+
+
+def test_softmax_of_rows_with_a_gap(machine, rng):
+    x = rng.standard_normal((5, 60)).astype(np.float32)[:, :40]
+    y = cufa.softmax(machine.array(x))
+    np.testing.assert_allclose(host(y), np.exp(x) / np.exp(x).sum(-1, keepdims=True), rtol=1e-5)
+
+
 def test_pages_that_the_copy_engine_brings(machine, rng):
     problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=128, heads=2)
     table = np.array([[5, 0], [2, 7]], np.int32)

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from first_calls import failing_meanwhile
@@ -234,6 +235,17 @@ def test_a_compile_error_is_not_remembered(variant):
             jit.build(variant)
     (variant.root / "factor.cuh").write_text(FACTOR_HEADER)
     assert jit.build(variant).resources
+
+
+def test_nvrtc_keeps_no_memory_of_a_program_that_it_has_compiled_or_refused(variant, monkeypatch):
+    nvrtc, destroyed = jit._nvrtc(), []
+    destroy = nvrtc.nvrtcDestroyProgram
+    monkeypatch.setattr(nvrtc, "nvrtcDestroyProgram", lambda program: destroyed.append(destroy(program)))
+    jit.build(variant)
+    assert len(destroyed) == 1
+    with pytest.raises(jit.CompileError):
+        jit.build(replace(variant, macros=()))
+    assert destroyed == [(nvrtc.nvrtcResult.NVRTC_SUCCESS,)] * 2
 
 
 def test_a_failed_static_assertion_is_in_the_message(kernels):
@@ -711,6 +723,29 @@ def test_sass_of_what_is_no_cubin_has_nvdisasms_message(variant, compiles):
 def test_ptx_keeps_the_suffix(variant):
     assert ".target sm_90a" in jit.ptx(variant)
     assert ".target sm_80" in jit.ptx(replace(variant, arch=Arch.parse("compute_80")))
+
+
+def test_a_build_is_loaded_once_for_each_device_and_at_once(variant, compiles, monkeypatch):
+    """Its file may be gone later."""
+    loaded = []
+
+    class Module:
+        def __init__(self, path):
+            self.path = path
+
+        def compile(self):
+            loaded.append(self.path)
+
+    current = iter((0, 1, 0, 1))
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: next(current)))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=Module))
+    build = jit.build(variant)
+    modules = []
+    for _ in range(4):
+        modules.append(jit.load(build))
+        assert loaded == [str(build.path)] * min(len(modules), 2)
+    assert modules[:2] == modules[2:]
+    assert modules[0] is not modules[1]
 
 
 def test_the_record_on_disk_says_what_was_compiled(variant, compiles):

@@ -495,6 +495,9 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
         assert in_order == sorted(in_order)
 
 
+CUT_IN_TWO = {"block_m": 128, "block_n": 128, "key_parts": 2}
+
+
 @pytest.mark.parametrize(
     ("call", "tiles", "message"),
     [
@@ -502,7 +505,7 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
         (problem(seqlen=200), {"block_n": 128, "key_parts": 3}, "2 tiles of keys cannot be split so"),
         (replace(problem(), features=Features(window=(9, 9))), {"key_parts": 2}, "not split under a window"),
         (replace(problem(), features=Features(mask_mod=SEE)), {"key_parts": 2}, "not split under a window"),
-        (problem(causal=True, seqlen=32768), {"key_parts": 2}, "the tiles of a head would have 384 parts"),
+        (problem(causal=True, seqlen=16385), CUT_IN_TWO, "the tiles of a head would have 193 parts; .* 192$"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(call, tiles, message):
@@ -512,6 +515,10 @@ def test_parts_that_cannot_be_are_refused(call, tiles, message):
 
 def test_each_tile_of_keys_may_be_a_part_of_its_own():
     assert plan_of(problem(seqlen=512), block_n=128, key_parts=4).tiles["key_parts"] == 4
+
+
+def test_as_many_parts_of_a_head_as_can_be_listed():
+    assert len(plan_of(problem(causal=True, seqlen=16384), **CUT_IN_TWO).parting.places) == 192
 
 
 @pytest.mark.parametrize("keys", [1, 2, 5, 16, 100])

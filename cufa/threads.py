@@ -12,6 +12,10 @@ from typing import TypeVar
 
 import threadpoolctl
 
+# More threads than this wait long for Python's lock, which each takes back after each of NumPy's operations.
+# Then these should be long.
+FEW_THREADS = 4
+
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -475,6 +475,38 @@ def test_threads_are_no_more_than_have_work(
     assert used.call_args.args[2] == threads
 
 
+@pytest.mark.parametrize(
+    ("lengths", "heads", "threads", "sizes"),
+    [
+        ([16384], 1, 4, (256, 1024)),
+        ([16384], 1, 5, (512, 2048)),
+        ([4096], 1, 16, (512, 2048)),  # eight tiles
+        ([3584], 1, 16, (256, 2048)),  # would be seven
+        ([300, 0, 600], 4, 24, (512, 2048)),
+    ],
+)
+def test_tiles_are_larger_for_many_threads(
+    lengths: list[int], heads: int, threads: int, sizes: tuple[int, int]
+) -> None:
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    q = np.zeros((starts[-1], heads, 8), np.float32)
+    rules = Rules(softmax_scale=1.0, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    shares = list(tiles._shares(rules.sequences(q, q), rules, q, q, q, threads))
+    rows = {tile.stop - tile.start for share in shares for _, tile in share.tiles}
+    assert (max(rows), {share.kv_tile for share in shares}) == (sizes[0], {sizes[1]})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("threads", [4, 16])
+def test_many_threads(threads: int, causal: bool) -> None:
+    problem = random_problem(np.random.default_rng(31), "float32", seqlen_q=90, seqlen_k=100, heads=4)
+    with (
+        mock.patch.multiple(tiles, Q_TILE=8, KV_TILE=16),
+        mock.patch.multiple(cpu, PARALLEL_SCORES=0, SCORES_OF_THREAD=1, most_threads=lambda: threads),
+    ):
+        check(problem, causal=causal)
+
+
 @pytest.mark.parametrize("dtype_name", ["bfloat16", "float32"])
 def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
     seqlen = 4096

@@ -30,10 +30,11 @@ from cufa.cpu.arithmetic import (
 from cufa.problem import four_axes
 from cufa.reference import unpacked
 from cufa.score_rules import Rules, Sequence, cap, slope_of_cap, tiles_between
-from cufa.threads import in_threads
+from cufa.threads import FEW_THREADS, in_threads
 
-# Scores of a stack: in float32 a quarter of a MiB, or a MiB if threads take turns with Python's lock.
-STACK_SCORES, SHARED_STACK_SCORES = 2**16, 2**18
+# Scores of a stack: in float32 a quarter of a MiB, a MiB if a few threads take turns with Python's lock, and
+# four if many do: 96 heads of 512 x 512 take 16 threads 22 ms, in smaller stacks 63.
+STACK_SCORES, SHARED_STACK_SCORES, WIDELY_SHARED_STACK_SCORES = 2**16, 2**18, 2**20
 # Stacks are for groups of heads with at most this many scores, or half as many with a window, which lets
 # tiles be skipped. With more, tiles take no longer.
 MOST_SCORES = SHARED_STACK_SCORES
@@ -360,4 +361,6 @@ def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads
 def _fitting(alike: _Alike, threads: int) -> int:
     """The number of KV heads that make a stack."""
     scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
+    if threads > FEW_THREADS:
+        scores = WIDELY_SHARED_STACK_SCORES
     return max(1, scores // (alike.group * alike.rows * alike.columns))

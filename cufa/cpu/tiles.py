@@ -35,14 +35,16 @@ from cufa.integers import ceil_div
 from cufa.problem import Shape, four_axes
 from cufa.score_mod import ElementSlope
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
-from cufa.threads import in_threads, until_stopped
+from cufa.threads import FEW_THREADS, in_threads, until_stopped
 
-# A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. Threads take turns with Python's
-# lock a few times per tile, so larger tiles are faster on more cores. A forward of 4,096 takes 23 ms with 32
-# threads, 42 in tiles half as wide, 16 in tiles twice as high; with 4 threads it takes 21, 24 and 22. More
-# rows mean more work on the diagonal.
+# A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. More rows mean more work on the
+# diagonal. With more than a few threads, which wait for Python's lock several times per tile, one has this
+# many times as many keys; and rows, too, if that leaves tiles for half of the threads. A forward of 16,384
+# takes 16 threads 245 ms in the smaller tiles and 103 in the larger ones, four threads 286 and 204. One or
+# two take as long in either, and under a causal mask a tenth longer in the larger ones.
 Q_TILE = 256
 KV_TILE = 1024
+GROWTH = 2
 # Scores of at most this magnitude are exponentiated without a shift, if the largest value is 0 or between the
 # other numbers: sums with these weights, from 1e-13 to 1e13, neither underflow nor overflow. Otherwise, each
 # row's maximum is subtracted.
@@ -77,7 +79,7 @@ def attention(
             small = head.scores_are_products and share.group.has_small_scores(Q)
             softmax = (_UnshiftedSoftmax if small else _OnlineSoftmax)(len(Q), dtype, head.sink)
             O = np.zeros((len(Q), V.shape[1]), dtype)
-            for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
+            for columns, visible in until_stopped(head.visible_tiles(rows, share.kv_tile)):
                 S = scratch.product("S", Q, K[columns].T)
                 head.cap(S)
                 head.add(S, rows, columns)
@@ -167,7 +169,7 @@ def _gradients(share: _Share, arrays: _BackwardArrays, scale: float) -> _Sums:
             sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
         dO *= head.kept_scale
         dQ = np.zeros_like(Q)
-        for columns, visible in until_stopped(head.visible_tiles(rows, KV_TILE)):
+        for columns, visible in until_stopped(head.visible_tiles(rows, share.kv_tile)):
             S = scratch.product("S", Q, K[columns].T)
             head.cap(S)
             slope = head.slope(S)
@@ -331,10 +333,11 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Share:
-    """One thread's Q tiles of a group: query head and rows."""
+    """One thread's Q tiles of a group: query head and rows; and the keys of a tile."""
 
     group: _Group
     tiles: list[tuple[HeadRules, slice]]
+    kv_tile: int
 
 
 # NumPy counts places in less time than it adds to them one by one, unless they lie so many times farther
@@ -445,14 +448,24 @@ def _shares(
     Tiles are dealt out in turn, since under a causal mask later tiles are more work.
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
+    q_tile, kv_tile = _tile_sizes(sequences, heads, threads)
     size = heads // max(1, kv_heads)
     parts = ceil_div(threads, max(1, len(sequences) * kv_heads))
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
         group = _Group(sequence, kv_head, k, v, compute_dtype(q), k_descale, v_descale)
         queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]
-        tiles = list(itertools.product(queries, tiles_between(0, sequence.seqlen_q, Q_TILE)))
+        tiles = list(itertools.product(queries, tiles_between(0, sequence.seqlen_q, q_tile)))
         for part in range(max(1, min(parts, len(tiles)))):
-            yield _Share(group, tiles[part::parts])
+            yield _Share(group, tiles[part::parts], kv_tile)
+
+
+def _tile_sizes(sequences: list[Sequence], heads: int, threads: int) -> tuple[int, int]:
+    """The rows and the keys of a tile."""
+    if threads <= FEW_THREADS:
+        return Q_TILE, KV_TILE
+    larger = GROWTH * Q_TILE
+    tiles = heads * sum(ceil_div(sequence.seqlen_q, larger) for sequence in sequences)
+    return larger if 2 * tiles >= threads else Q_TILE, GROWTH * KV_TILE
 
 
 def _longest_row(x: Array) -> float:

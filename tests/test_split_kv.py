@@ -158,7 +158,7 @@ def used(**changes):
     return replace(DECODING, features=Features(seqused_k=True), **changes)
 
 
-@pytest.mark.parametrize("batch", [2, 16, 64])
+@pytest.mark.parametrize("batch", [3, 16, 64])
 def test_keys_of_unknown_lengths_are_shared_out(batch):
     plan = plan_of(used(batch=batch))
     attend, merge = plan.launches
@@ -181,6 +181,22 @@ def test_keys_of_unknown_lengths_are_shared_out(batch):
 )
 def test_keys_are_not_shared_out_where_it_saves_less_than_it_costs(problem):
     assert plan_of(problem).tiles["shares"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({"batch": 2}, 16),
+        ({"batch": 4, "kv_heads": 1, "seqlen_k": 65536}, 33),  # as many as if lengths were known
+        ({"batch": 2, "seqlen_k": 1536}, 8),  # too few keys for more to pay
+    ],
+    ids=str,
+)
+def test_few_tiles_with_keys_of_unknown_lengths_have_many_parts(sizes, parts):
+    plan = plan_of(used(**sizes))
+    tiles = sizes["batch"] * sizes.get("kv_heads", DECODING.kv_heads)
+    assert (plan.tiles["key_parts"], plan.tiles["shares"]) == (parts, 1)
+    assert plan.launches[0].grid == tiles * parts
 
 
 def test_a_window_counts_as_the_keys_in_it():

@@ -78,6 +78,9 @@ MAX_PARTS = 128
 # so much time per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
 SHARE_NS, TILE_OF_SHARE_NS = 5000, 2500
+# Instead, few tiles of rows have at least this many parts, as long as all of these run at once: the more
+# blocks share a tile, the longer it takes to merge what they have.
+PARTS_OF_FEW_TILES = 16
 # The time that a bias takes an SM for each score of a tile, with those of rows that do not exist.
 BIAS_NS = 0.3
 # The time that a window costs if it ends at other keys for each of many queries.
@@ -172,11 +175,8 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
         best = _best_tiles(typical.kind, device, best.block_m, 2)
     chosen = _chosen(problem, device, best)
     # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
-    parted = replace(_parted(typical, chosen, device), key_parts=1)
-    if not _may_share(problem, parted):
-        parted = replace(parted, shares=1)
-    elif on_half:
-        parted = replace(parted, shares=_half(device))
+    shares = _half(device) if on_half else _shares(typical, chosen, device)
+    parted = replace(chosen.tiles, shares=shares if _may_share(problem, chosen.tiles) else 1)
     return _planned(problem, device, replace(chosen, tiles=parted))
 
 
@@ -245,14 +245,24 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
 
 def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
-    tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
-    if _uneven(problem) and _may_share(problem, tiles):
-        longest = problem.visible_keys * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
-        tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
-        if SAVED_OF_LONGEST * longest > SHARE_NS + TILE_OF_SHARE_NS * tiles_of_block:
-            return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys))))
+    tiles, shares = chosen.tiles, _shares(problem, chosen, device)
+    row_blocks, at_once = _row_blocks(problem, tiles.block_m), device.sm_count * chosen.blocks_per_sm
+    if shares > 1 and row_blocks * PARTS_OF_FEW_TILES > at_once:
+        return replace(tiles, shares=shares)
     _, parts = _least_time_in_bytes(problem, tiles, device)
-    return replace(tiles, key_parts=parts)
+    return replace(tiles, key_parts=parts if shares == 1 else max(parts, PARTS_OF_FEW_TILES))
+
+
+def _shares(problem: Problem, chosen: Choice[Tiles], device: Device) -> int:
+    """How many blocks should share out the keys of all tiles, if there are many tiles; 1 for none."""
+    tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
+    if not (_uneven(problem) and _may_share(problem, tiles)):
+        return 1
+    longest = problem.visible_keys * problem.key_bytes * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
+    tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
+    if SAVED_OF_LONGEST * longest <= SHARE_NS + TILE_OF_SHARE_NS * tiles_of_block:
+        return 1
+    return max(1, min(at_once, _rounds(problem, tiles, problem.mean_keys)))
 
 
 def _uneven(problem: Problem) -> bool:

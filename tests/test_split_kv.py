@@ -189,6 +189,7 @@ def test_keys_are_not_shared_out_where_it_saves_less_than_it_costs(problem):
         ({"batch": 2}, 16),
         ({"batch": 4, "kv_heads": 1, "seqlen_k": 65536}, 33),  # as many as if lengths were known
         ({"batch": 2, "seqlen_k": 1536}, 8),  # too few keys for more to pay
+        ({"batch": 4, "seqlen_q": 16}, 8),
     ],
     ids=str,
 )

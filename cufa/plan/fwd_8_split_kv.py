@@ -78,9 +78,9 @@ MAX_PARTS = 128
 # so much time per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
 SHARE_NS, TILE_OF_SHARE_NS = 5000, 2500
-# Instead, few tiles of rows have at least this many parts, as long as all of these run at once: the more
-# blocks share a tile, the longer it takes to merge what they have.
-PARTS_OF_FEW_TILES = 16
+# Instead, few tiles have at least this many parts, those of BLOCK_M rows or more the second number, if all
+# parts run at once: the more blocks share a tile and the more rows it has, the longer merging takes.
+PARTS_OF_FEW_TILES, PARTS_OF_FEW_LARGE_TILES = 16, 8
 # The time that a bias takes an SM for each score of a tile, with those of rows that do not exist.
 BIAS_NS = 0.3
 # The time that a window costs if it ends at other keys for each of many queries.
@@ -247,10 +247,11 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
     """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
     tiles, shares = chosen.tiles, _shares(problem, chosen, device)
     row_blocks, at_once = _row_blocks(problem, tiles.block_m), device.sm_count * chosen.blocks_per_sm
-    if shares > 1 and row_blocks * PARTS_OF_FEW_TILES > at_once:
+    least = PARTS_OF_FEW_TILES if tiles.block_m < BLOCK_M else PARTS_OF_FEW_LARGE_TILES
+    if shares > 1 and row_blocks * least > at_once:
         return replace(tiles, shares=shares)
     _, parts = _least_time_in_bytes(problem, tiles, device)
-    return replace(tiles, key_parts=parts if shares == 1 else max(parts, PARTS_OF_FEW_TILES))
+    return replace(tiles, key_parts=parts if shares == 1 else max(parts, least))
 
 
 def _shares(problem: Problem, chosen: Choice[Tiles], device: Device) -> int:

@@ -459,6 +459,20 @@ def test_every_head_is_in_one_stack(threads: int) -> None:
     assert len(parts) >= min(threads, taken.size)
 
 
+@pytest.mark.parametrize("lengths", [[512], [16, 512, 100]], ids=str)
+@pytest.mark.parametrize("threads", [4, 5, 8])
+def test_stacks_of_packed_sequences_leave_no_thread_idle(threads: int, lengths: list[int]) -> None:
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    q = np.zeros((starts[-1], 8, 16), np.float32)
+    rules = Rules(softmax_scale=1.0, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    parts = list(stacks._stacks(rules.sequences(q, q), q, q, rules, threads))
+    taken = np.zeros((len(lengths), 8), int)
+    for part in parts:
+        taken[part.sequences.numbers, part.kv_heads] += 1
+    assert (taken == 1).all()
+    assert sum(part.alike.rows == 512 for part in parts) >= threads
+
+
 @pytest.mark.parametrize(
     ("heads", "seqlen", "threads"), [(255, 64, 1), (256, 64, 4), (1, 1024, 4), (2, 1024, 8), (1, 4096, 32)]
 )

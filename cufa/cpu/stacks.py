@@ -342,25 +342,30 @@ class _Stack:
 
 def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
     """All heads in stacks; at least one stack per thread if there are enough sequences and KV heads."""
-    kv_heads, group, scratches = k.shape[-2], q.shape[-2] // k.shape[-2], _Scratches(compute_dtype(q))
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    group, scratches = heads // kv_heads, _Scratches(compute_dtype(q))
+    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
+    most_scores = min(_most_scores(threads), scores // threads)
     if have_own_lengths(rules):
         for sequence in sequences:
             alike = _Alike(rules, scratches, group, sequence.seqlen_q, sequence.seqlen_k)
-            some = min(_fitting(alike, threads), kv_heads)
-            yield from (
-                _Stack(alike, _OneSequence(sequence), part) for part in tiles_between(0, kv_heads, some)
-            )
+            parts = tiles_between(0, kv_heads, min(_fitting(alike, most_scores), kv_heads))
+            yield from (_Stack(alike, _OneSequence(sequence), part) for part in parts)
         return
     alike = _Alike(rules, scratches, group, q.shape[1], k.shape[1])
-    most = min(_fitting(alike, threads), max(1, len(sequences) * kv_heads // threads))
+    most = _fitting(alike, most_scores)
     for numbers in tiles_between(0, len(sequences), max(1, most // kv_heads)):
         parts = tiles_between(0, kv_heads, min(most, kv_heads))
         yield from (_Stack(alike, _EqualSequences(numbers), part) for part in parts)
 
 
-def _fitting(alike: _Alike, threads: int) -> int:
-    """The number of KV heads that make a stack."""
-    scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
+def _most_scores(threads: int) -> int:
+    """The scores of a stack for so many threads."""
     if threads > FEW_THREADS:
-        scores = WIDELY_SHARED_STACK_SCORES
+        return WIDELY_SHARED_STACK_SCORES
+    return STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
+
+
+def _fitting(alike: _Alike, scores: int) -> int:
+    """The number of KV heads with so many scores, at least one."""
     return max(1, scores // (alike.group * alike.rows * alike.columns))

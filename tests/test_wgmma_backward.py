@@ -795,6 +795,15 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
     assert best_kernel(call, H200).name == kernel
 
 
+@pytest.mark.parametrize(("batch", "kernel"), [(2, "bwd_3_mma"), (3, PAIR)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_short_heads_of_all_sequences_count(batch, kernel, packed):
+    """Where many share few keys, small blocks are faster if no SM has two heads."""
+    seqlen = batch * 48 if packed else 48
+    call = shared_by(64, 8, head_dim=256, causal=False, batch=batch, seqlen=seqlen, packed=packed)
+    assert best_kernel(replace(call, max_seqlen_k=48 if packed else None), H200).name == kernel
+
+
 @pytest.mark.parametrize(
     ("sizes", "feature", "kernel"),
     [

@@ -73,8 +73,8 @@ def is_short_if_wide(problem: Problem, device: Device) -> bool:
         return False
     if _is_whole_if_wide(problem, device) or _is_whole_if_wider(problem, device):
         return True
-    heads = problem.batch // problem.packed_sequences * problem.heads
-    tiles = heads * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
+    heads = problem.batch * problem.heads
+    tiles = heads // problem.packed_sequences * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
     most = _SHORT_IF_SHAPED if _is_shaped(problem) and tiles <= device.sm_count else _SHORT_IF_WIDE
     if max(_queries(problem), _keys(problem)) <= most:
         return True

@@ -31,33 +31,38 @@ _ROWS = {32: 320, 64: 128, _NARROW_DIM: 96}
 _BLOCKS_OF_SM = {32: 4, 64: 1, _NARROW_DIM: 1}
 _FEW_QUERIES = {32: 64, 64: 32, _NARROW_DIM: 0}
 
-# Few rows with any number of keys: at most this many head dims, and rows, or queries in a part.
+# Few rows with any number of keys: up to this many head dims, at most this many rows, or queries in a part.
+# Without a mask or a mask_mod, that is only if each SM has at most this many tiles of this many keys, or for
+# rows if there is a score_mod, which the Hopper backward would also compute for rows that do not exist.
 _FEW_ROWS_HEAD_DIM, _FEW_ROWS = 64, 64
-# That is only if each SM has at most this many tiles of this many keys; if there is a score_mod, which the
-# Hopper backward would also compute for rows that do not exist; or under a mask or a mask_mod.
 _TILES_OF_SM, _TILE_KEYS = 2, 128
-# If that hides scores, at most this many queries of as many rows as this.
+# If a mask or a mask_mod hides scores: at most this many queries that make at most this many rows.
 _FEW_QUERIES_UNDER_MASK, _FEW_ROWS_UNDER_MASK = 128, 256
-# With more head dims under a mask or a mask_mod: at most this many queries, and tiles of all heads.
-_FEWEST_ROWS, _TILES_OF_HEADS = 32, 4
+# With more head dims, only under a mask or a mask_mod: at most this many queries, if each SM has at most this
+# many tiles, counted for each query head.
+_FEWEST_QUERIES, _TILES_OF_HEADS = 32, 4
 
 # Wide heads, of at most this many head dims: at most this many queries and keys.
 _WIDE_DIM, _SHORT_IF_WIDE = 256, 32
 # The same if scores are shaped, for which there is no bwd_8_wgmma_pair, and query heads have no more tiles of
 # _WIDE_TILE_KEYS keys than there are SMs.
 _WIDE_TILE_KEYS, _SHORT_IF_SHAPED = 64, 80
-# Few keys, with the queries at most this many, if at least this many heads share them and no SM has two.
+# Few keys: these and the queries together at most this many, if at least this many heads share the keys and
+# no SM has two heads.
 _QUERIES_AND_KEYS, _MANY_SHARE = 96, 4
 
-# Wide heads, if a block has all their keys, by the most head dims. In the first case, at most this many
-# queries; if no SM is idle or scores are shaped, by the most keys.
+# Wide heads, if a block has all their keys. Up to this many head dims: at most this many queries, or as many
+# as the keys allow if no SM is idle or scores are shaped.
 _WIDE_DIM_OF_WHOLE, _QUERIES_IF_WIDE = 160, 64
 _QUERIES_IF_BUSY = {_FEW_KEYS: 256, _WHOLE_KEYS: 128}
-# In the second case, at most so many queries, or the second number if half of the SMs are busy. That is if
-# scores are shaped; or for few keys, under a causal mask for all if half of the SMs are busy, as long as an
-# SM has at most this many heads.
-_WIDER_DIM_OF_WHOLE, _HALF_OF_SMS, _MOST_HEADS_OF_SM = 192, 0.5, 8
-_QUERIES_IF_SHAPED, _QUERIES_IF_WIDER = (128, 256), (80, 256)
+# The same up to more head dims. Of two numbers of queries, the second counts if at least this part of the SMs
+# has a head.
+_WIDER_DIM_OF_WHOLE, _BUSY_SMS = 192, 0.5
+# At most so many queries if scores are shaped.
+_QUERIES_IF_SHAPED = 128, 256
+# At most so many if they are not, and an SM has at most this many heads: with few keys or, where the second
+# number counts, under a causal mask.
+_QUERIES_IF_WIDER, _MOST_HEADS_OF_SM = (80, 256), 8
 
 
 def is_short(problem: Problem, device: Device) -> bool:
@@ -120,11 +125,11 @@ def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
 
 
 def _is_whole_if_wider(problem: Problem, device: Device) -> bool:
-    """The same for wider heads."""
+    """The same up to more head dims."""
     keys, heads_of_sm = problem.stated_most_keys, problem.batch * problem.heads / device.sm_count
     if keys > _WHOLE_KEYS or _dims(problem) > _WIDER_DIM_OF_WHOLE:
         return False
-    busy = heads_of_sm >= _HALF_OF_SMS
+    busy = heads_of_sm >= _BUSY_SMS
     if _is_shaped(problem):
         return _queries(problem) <= _QUERIES_IF_SHAPED[busy]
     few = keys <= _FEW_KEYS or (problem.causal and busy)
@@ -148,16 +153,16 @@ def _has_few_rows(problem: Problem, device: Device) -> bool:
     if problem.features.packed:
         return False
     queries, rows = _queries(problem), _queries(problem) * problem.group
+    masked = problem.features.key_mask
     tiles = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, _TILE_KEYS)
-    masked, few_tiles = problem.features.key_mask, _TILES_OF_SM * device.sm_count
+    tiles_of_heads, few_tiles = tiles * problem.group, _TILES_OF_SM * device.sm_count
     if _dims(problem) > _FEW_ROWS_HEAD_DIM:
-        few_of_heads = tiles * problem.group <= _TILES_OF_HEADS * device.sm_count
-        return masked and queries <= _FEWEST_ROWS and few_of_heads
+        return masked and queries <= _FEWEST_QUERIES and tiles_of_heads <= _TILES_OF_HEADS * device.sm_count
     if problem.hides_scores and queries <= _FEW_QUERIES_UNDER_MASK and rows <= _FEW_ROWS_UNDER_MASK:
         return True
     if rows <= _FEW_ROWS:
         return problem.features.score_mod is not None or masked or tiles <= few_tiles
-    return queries <= _FEW_ROWS and (masked or tiles * problem.group <= few_tiles)
+    return queries <= _FEW_ROWS and (masked or tiles_of_heads <= few_tiles)
 
 
 def _queries(problem: Problem) -> int:

@@ -13,6 +13,7 @@ from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.plan.suited import unsuited
 from cufa.problem import Features, Problem
+from cufa.score_mod import ScoreMod
 
 H200 = Device.of("sm_90a")
 NARROW, WIDE, PAIR = "bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_8_wgmma_pair"
@@ -792,6 +793,44 @@ def test_warpgroups_of_blocks_for_one_tile_of_keys_add_themselves(head_dim):
 )
 def test_short_sequences_go_to_small_blocks(call, kernel):
     """Of packed ones it is not known that none is longer, so there must be many, or all keys fit a block."""
+    assert best_kernel(call, H200).name == kernel
+
+
+ADDS_ONE = ScoreMod(lambda score, b, h, q_idx, kv_idx: score + 1).written
+
+
+@pytest.mark.parametrize(
+    ("sizes", "features", "kernel"),
+    [
+        # few keys that many share
+        ((1, 49, 48, 64, 8, 256), {}, PAIR),
+        ((1, 20, 70, 64, 8, 256), {}, PAIR),
+        ((1, 48, 48, 8, 8, 256), {}, PAIR),
+        # few keys up to head dim 192
+        ((8, 77, 64, 16, 16, 193), {}, PAIR),
+        ((16, 256, 64, 16, 4, 192), {}, "bwd_3_mma"),
+        ((4, 80, 77, 1, 1, 192), {"causal": True}, PAIR),
+        # a rule for each score, or for each key
+        ((8, 128, 128, 8, 2, 192), {"bias": (1, 1, 128, 128), "bias_dtype": "bfloat16"}, "bwd_3_mma"),
+        ((8, 128, 128, 8, 2, 192), {"score_mod": ADDS_ONE}, "bwd_3_mma"),
+        ((8, 128, 128, 8, 2, 192), {"mask": (8, 1, 1, 128)}, PAIR),
+        ((16, 257, 128, 8, 8, 192), {"mask": (16, 1, 257, 128)}, WIDE),
+        # of queries, those that see a key
+        ((4, 512, 48, 8, 1, 192), {"window": (3, 32)}, "bwd_3_mma"),
+        ((4, 512, 48, 8, 1, 192), {"window": (3, 33)}, PAIR),
+        ((4, 512, 48, 8, 1, 192), {"window": (3, None)}, PAIR),
+        # few rows under a mask
+        ((64, 129, 4096, 8, 8, 64), {"mask": (64, 1, 129, 4096)}, NARROW),
+        ((64, 16, 4096, 8, 8, 64), {"mask": (64, 1, 1, 4096)}, "bwd_3_mma"),
+        ((64, 16, 4096, 64, 4, 64), {"mask": (64, 1, 1, 4096)}, "bwd_3_mma"),
+        ((64, 16, 4096, 64, 4, 64), {}, NARROW),
+    ],
+)
+def test_what_limits_short_calls_go_by(sizes, features, kernel):
+    batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
+    call = Problem("backward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
+    others = {name: value for name, value in features.items() if name != "causal"}
+    call = replace(call, causal="causal" in features, features=Features(**others))
     assert best_kernel(call, H200).name == kernel
 
 

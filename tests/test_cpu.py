@@ -459,6 +459,15 @@ def test_every_head_is_in_one_stack(threads: int) -> None:
     assert len(parts) >= min(threads, taken.size)
 
 
+@pytest.mark.parametrize(("threads", "heads"), [(1, 1), (2, 4), (4, 4), (5, 16)])
+@pytest.mark.parametrize("own_lengths", [False, True])
+def test_stacks_are_larger_for_many_threads(threads: int, heads: int, own_lengths: bool) -> None:
+    q = np.zeros((2, 256, 100, 16), np.float32)
+    rules = Rules(softmax_scale=1.0, seqused_k=np.full(2, 256, np.int32) if own_lengths else None)
+    parts = list(stacks._stacks(rules.sequences(q, q), q, q, rules, threads))
+    assert max(part.kv_heads.stop - part.kv_heads.start for part in parts) == heads
+
+
 @pytest.mark.parametrize("lengths", [[512], [16, 512, 100]], ids=str)
 @pytest.mark.parametrize("threads", [4, 5, 8])
 def test_stacks_of_packed_sequences_leave_no_thread_idle(threads: int, lengths: list[int]) -> None:

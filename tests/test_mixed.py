@@ -28,8 +28,8 @@ def limits(plan):
 
 
 @pytest.mark.parametrize("batch", [64, 256, 1024, 4096])
-@pytest.mark.parametrize("keys", [32768, 131072])
-@pytest.mark.parametrize("prompts", [1, 3, 20])
+@pytest.mark.parametrize("keys", [32768, 131072, 1048576])
+@pytest.mark.parametrize("prompts", [1, 3, 20, 100])
 def test_long_prompts_beside_decoding_from_large_caches(batch, keys, prompts):
     """There is a plan, however many keys the pages have room for in all."""
     assert make_plan(call(batch + 4000 * prompts, batch, keys), H200).launches

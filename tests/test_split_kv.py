@@ -189,7 +189,9 @@ def test_keys_are_not_shared_out_where_it_saves_less_than_it_costs(problem):
         ({"batch": 2}, 16),
         ({"batch": 4, "kv_heads": 1, "seqlen_k": 65536}, 33),  # as many as if lengths were known
         ({"batch": 2, "seqlen_k": 1536}, 8),  # too few keys for more to pay
+        ({"batch": 2, "seqlen_q": 8, "seqlen_k": 4096}, 16),  # of 32 rows
         ({"batch": 4, "seqlen_q": 16}, 8),
+        ({"batch": 33, "kv_heads": 1, "seqlen_q": 2}, 8),  # as many as run at once
     ],
     ids=str,
 )

@@ -180,6 +180,7 @@ def test_which_calls_the_backward_takes():
         *(backward(dim, array_sums=1, gradients=("score_mod",)) for dim in (128, 192)),
         backward(deterministic=True, mask=(1, 1, 1024, 1024)),
         *(backward(dim, seqlen=64) for dim in (128, 192)),
+        replace(backward(seqlen=64, causal=True), seqlen_q=512),  # of which 64 see a key
         *(backward(dim, seqlen=128, tf32=True) for dim in (128, 192)),
     )
     for other in others:

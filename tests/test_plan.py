@@ -596,6 +596,12 @@ def test_a_backward_without_keys_or_queries_still_writes_the_other_ones_zeros(
     assert without_queries == writes_keys
 
 
+@pytest.mark.parametrize("kernel", ["bwd_3_mma", "bwd_4_wgmma", "bwd_5_wgmma_wide"])
+def test_a_causal_backward_without_queries_still_writes_the_zeros_of_keys(kernel: str) -> None:
+    plan = plan_of(kernel, seqlen_q=0, causal=True)
+    assert "key_tiles" in {launch.entry for launch in plan.launches}
+
+
 def test_grids_that_no_gpu_takes_are_refused() -> None:
     assert Launch("entry", MAX_GRID, 32).grid == 2**31 - 1
     with pytest.raises(

@@ -456,6 +456,7 @@ def test_keys_are_not_parted_beside_what_hides_keys_or_takes_registers(features)
     [
         (Features(seqused_k=True, page_size=16), 1, 512, 8192, 4),  # a prompt's chunk
         (Features(seqused_k=True, page_size=16, packed=True), 1, 512, 8192, 4),
+        (Features(page_size=16), 1, 512, 8192, 4),
         (Features(seqused_k=True), 2, 512, 8192, 2),
         (Features(seqused_k=True), 4, 512, 8192, 1),  # enough tiles for all SMs
         (Features(packed=True), 3, 6000, 6000, 1),  # may be short
@@ -511,6 +512,17 @@ CUT_IN_TWO = {"block_m": 128, "block_n": 128, "key_parts": 2}
 def test_parts_that_cannot_be_are_refused(call, tiles, message):
     with pytest.raises(ValueError, match=message):
         plan_of(call, **tiles)
+
+
+def test_only_known_numbers_of_keys_limit_the_parts():
+    """Blocks see how many parts a tile has, which no list says."""
+    for call, tiles in [
+        (problem(seqlen=200), {"block_n": 128, "key_parts": 3}),
+        (problem(causal=True, seqlen=16385), CUT_IN_TWO),
+    ]:
+        plan = plan_of(replace(call, features=Features(seqused_k=True)), **tiles)
+        parts = tiles["key_parts"]
+        assert plan.parting == Parting(0, parts, query_tiles(call, Tiles(**plan.tiles)) * parts)
 
 
 def test_each_tile_of_keys_may_be_a_part_of_its_own():

@@ -133,9 +133,12 @@ def test_many_parts_have_a_launch_that_merges_them():
         assert [(each.name, each.shape) for each in plan.scratch] == [("parts", (18, 64 * (512 + 2)))]
     full = replace(problem(512), batch=H200.sm_count, seqlen_q=64, heads=1, kv_heads=1)
     assert [each.entry for each in make_plan(full, H200, NAME, {"key_parts": 9}).launches] == [NAME]
-    for other, parts in [(call, 4), (problem(512, causal=True), 5)]:
+    causal = problem(512, causal=True, seqlen=512)
+    for other, parts in [(call, 4), (causal, 5), (causal, 16)]:
         plan = make_plan(other, H200, NAME, {"key_parts": parts})
         assert [each.entry for each in plan.launches] == ["clear_counts", NAME]
+    with pytest.raises(ValueError, match="17 parts are more than one block merges, 16"):
+        make_plan(causal, H200, NAME, {"key_parts": 17})
 
 
 # Calls of latent attention, and how many shares their keys have.
@@ -200,6 +203,9 @@ def test_parts_of_more_keys_than_can_be_counted():
     assert make_plan(call, H200, NAME).tiles["key_parts"] == 63
     with pytest.raises(ValueError, match="tiles of keys and parts, multiplied, are counted only up to"):
         make_plan(call, H200, NAME, {"key_parts": 64})
+    paged = Features(packed=True, page_size=64, seqused_k=True)
+    two = replace(call, batch=2, seqlen_q=2, seqlen_k=2**31, features=paged)  # of both together
+    assert make_plan(two, H200, NAME, {"key_parts": 63}).tiles["key_parts"] == 63
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,17 @@ def test_parts_of_more_keys_than_can_be_counted():
     assert make_plan(two, H200, NAME, {"key_parts": 63}).tiles["key_parts"] == 63
 
 
+def test_more_keys_than_can_be_counted_are_not_shared_out():
+    """A tile of queries counts as three further tiles of keys."""
+    paged = Features(page_size=64, seqused_k=True)
+    call = replace(LATENT, batch=2**13, seqlen_k=64 * (2**18 - 4), features=paged)
+    assert make_plan(call, H200, NAME, {"shares": 9}).tiles["shares"] == 9
+    longer = replace(call, seqlen_k=call.seqlen_k + 1)
+    assert make_plan(longer, H200, NAME).tiles["shares"] == 1
+    with pytest.raises(ValueError, match="tiles of keys are counted only up to 2,147,483,647"):
+        make_plan(longer, H200, NAME, {"shares": 9})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

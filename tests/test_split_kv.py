@@ -241,13 +241,14 @@ def test_more_rows_than_can_be_counted_are_refused():
 
 
 def test_more_rounds_than_can_be_counted_are_not_shared_out():
-    packed = Features(packed=True)
-    few = replace(DECODING, batch=2, heads=64, kv_heads=4, seqlen_q=65536, seqlen_k=2**20, features=packed)
-    many = replace(few, seqlen_k=2**24)
-    assert plan_of(few, shares=264).tiles["shares"] == 264
-    assert plan_of(many).tiles["shares"] == 1
+    packed, tiles = Features(packed=True), {"block_m": 128, "block_n": 32, "threads": 128}
+    keys = 32 * ((2**31 - 1) // (4 * (8192 + 2)))  # of as many rounds as those tiles of rows may have
+    few = replace(DECODING, batch=2, heads=64, kv_heads=4, seqlen_q=65536, seqlen_k=keys, features=packed)
+    many = replace(few, seqlen_k=few.seqlen_k + 1)
+    assert plan_of(few, **tiles, shares=264).tiles["shares"] == 264
+    assert plan_of(many, **tiles).tiles["shares"] == 1
     with pytest.raises(ValueError, match="no shares of more than 2,147,483,647 rounds of keys"):
-        plan_of(many, shares=264)
+        plan_of(many, **tiles, shares=264)
 
 
 def test_a_sequence_has_no_more_keys_than_its_own_pages():

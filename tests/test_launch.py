@@ -253,7 +253,7 @@ def test_axes_with_one_place(machine, rng, lengths, dims):
     )
 
     def odd(x):
-        strides = [2 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
+        strides = [1 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
         return np.ndarray(x.shape, x.dtype, x, strides=strides)
 
     check(machine, replace(problem, **{name: odd(getattr(problem, name)) for name in ("q", "k", "v")}))
@@ -346,7 +346,7 @@ def test_softmax_of_rows_with_a_gap(machine, rng):
 
 def test_pages_that_the_copy_engine_brings(machine, rng):
     problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=128, heads=2)
-    table = np.array([[5, 0], [2, 7]], np.int32)
+    table = np.array([[5, 0, 1], [2, 7, 1]], np.int32)[:, :2]  # the beginning of one with more room
     pages = {name: np.full((9, 64, 2, 64), np.nan, np.float16) for name in "kv"}
     for name, whole in pages.items():
         whole[table] = getattr(problem, name).reshape(2, 2, 64, 2, 64)

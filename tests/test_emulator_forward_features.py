@@ -6,7 +6,8 @@ import pytest
 from emulator import calls
 from tolerance import DTYPES, assert_attention
 
-from cufa.params import FeatureValues
+from cufa.params import FeatureValues, pack_features
+from cufa.problem import MAX_EXTENT, Features, Problem
 
 pytestmark = [pytest.mark.emulator, pytest.mark.sampled(3)]
 
@@ -63,6 +64,14 @@ def test_window_edges(rng, kernel, dtype, window):
         case = cases.draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **cases.SIZES)
         case.numbers["window"] = window
         check(kernel, case)
+
+
+def test_a_side_of_a_window_without_an_end_is_as_long_as_any():
+    def packed(*window):
+        problem = Problem("forward", "float16", 1, 1, 1, 1, 1, 64, 64, features=Features(window=window))
+        return pack_features(problem, {})
+
+    assert packed(None, 3) == packed(MAX_EXTENT, 3) != packed(3, None) == packed(3, MAX_EXTENT)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)

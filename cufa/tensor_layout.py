@@ -211,7 +211,7 @@ def _steps_between(a: Region, b: Region) -> list[Step]:
     along_axes = []
     for region, sign in ((a, 1), (b, -1)):
         for stride, size in zip(region.strides, region.shape, strict=True):
-            if size > 1 and stride:
+            if size > 1:
                 ends = 0, (size - 1) * (sign if stride > 0 else -sign)
                 along_axes.append((abs(stride), min(ends), max(ends)))
     steps = [(1, 1 - b.itemsize, a.itemsize - 1)]

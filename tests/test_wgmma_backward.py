@@ -436,6 +436,14 @@ def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert takes_whole_heads(make_plan(problem(64, batch=1, seqlen=128), H200, NARROW))
 
 
+def test_no_block_has_a_part_of_the_rows_and_all_keys():
+    """Which rows those are depends on the keys: several blocks would write a query's gradient."""
+    packed = replace(problem(64, batch=67, seqlen=6700), max_seqlen_k=128, features=Features(packed=True))
+    for call in (problem(64, batch=66, seqlen=256), packed):
+        assert takes_whole_heads(plan_of(call))
+        assert not takes_whole_heads(plan_of(call, row_parts=2))
+
+
 def windowed(head_dim, window, *, batch=80, **sizes):
     return replace(problem(head_dim, batch=batch, **sizes), features=Features(window=window))
 

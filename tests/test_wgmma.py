@@ -312,6 +312,10 @@ def test_what_it_does_not_support_it_says():
 def test_more_tiles_than_a_counter_holds_are_refused():
     with pytest.raises(ValueError, match="more than a launch can count"):
         plan_of(replace(problem(), batch=2**25, heads=64, kv_heads=64))
+    one_each = replace(problem(), heads=64, kv_heads=64, seqlen_q=1)
+    assert plan_of(replace(one_each, batch=2**25 - 5)).launches
+    with pytest.raises(ValueError, match="more than a launch can count"):
+        plan_of(replace(one_each, batch=2**25 - 4))  # and those that each block asks for in vain
 
 
 def test_nothing_to_compute_is_no_launch():
@@ -478,6 +482,8 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
     plan = plan_of(call, block_m=128, block_n=128, blocks_per_sm=1, key_parts=parts)
     places = plan.parting.places
     assert plan.parting.count == call.batch * call.heads * len(places)
+    # Both warpgroups of a block count the parts of their rows.
+    assert [part.shape for part in plan.scratch if part.name == "parts there"] == [(2 * plan.parting.count,)]
     of_tiles = {}
     for number, (tile, part, count, first) in enumerate(sorted(places)):
         assert first + part == number
@@ -512,6 +518,16 @@ CUT_IN_TWO = {"block_m": 128, "block_n": 128, "key_parts": 2}
 def test_parts_that_cannot_be_are_refused(call, tiles, message):
     with pytest.raises(ValueError, match=message):
         plan_of(call, **tiles)
+
+
+def test_tiles_that_a_caller_asks_for_come_without_parts():
+    """They may not allow those of the plan's tiles."""
+    call = long_problem(1, 2, 8192, 64, causal=True)
+    small = {"block_m": 64, "block_n": 64, "stages": 2, "query_stages": 1, "blocks_per_sm": 2}
+    assert plan_of(call).tiles["key_parts"] == 3
+    assert plan_of(call, **small).tiles["key_parts"] == 1
+    with pytest.raises(ValueError, match="the tiles of a head would have 255 parts"):
+        plan_of(call, **small, key_parts=3)
 
 
 def test_only_known_numbers_of_keys_limit_the_parts():

@@ -319,7 +319,8 @@ def test_more_tiles_than_a_counter_holds_are_refused():
 
 
 def test_nothing_to_compute_is_no_launch():
-    assert plan_of(replace(problem(), seqlen_q=0)).launches == ()
+    for parts in ({}, {"key_parts": 2}):
+        assert plan_of(replace(problem(), seqlen_q=0), **parts).launches == ()
 
 
 @pytest.mark.parametrize(

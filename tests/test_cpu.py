@@ -503,9 +503,9 @@ def test_threads_are_no_more_than_have_work(
     [
         ([16384], 1, 4, (256, 1024)),
         ([16384], 1, 5, (512, 2048)),
-        ([4096], 1, 16, (512, 2048)),  # eight tiles
-        ([3584], 1, 16, (256, 2048)),  # would be seven
-        ([300, 0, 600], 4, 24, (512, 2048)),
+        ([4096], 1, 8, (512, 2048)),
+        ([4096], 1, 9, (256, 4096)),  # eight would have a tile
+        ([300, 0, 600], 4, 12, (512, 2048)),
     ],
 )
 def test_tiles_are_larger_for_many_threads(

@@ -38,10 +38,10 @@ from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_betwee
 from cufa.threads import FEW_THREADS, in_threads, until_stopped
 
 # A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. More rows mean more work on the
-# diagonal. With more than a few threads, which wait for Python's lock several times per tile, one has this
-# many times as many keys; and rows, too, if that leaves tiles for half of the threads. A forward of 16,384
-# takes 16 threads 245 ms in the smaller tiles and 103 in the larger ones, four threads 286 and 204. One or
-# two take as long in either, and under a causal mask a tenth longer in the larger ones.
+# diagonal. With more than a few threads, which wait for Python's lock several times per tile, one is this
+# many times as high and as wide; or only wider, by as much in all, if threads would be left without a tile. A
+# forward of 16,384 takes 16 threads 245 ms in the smaller tiles and 103 in the larger ones, four threads 286
+# and 204. One or two take as long in either, and under a causal mask a tenth longer in the larger ones.
 Q_TILE = 256
 KV_TILE = 1024
 GROWTH = 2
@@ -463,9 +463,9 @@ def _tile_sizes(sequences: list[Sequence], heads: int, threads: int) -> tuple[in
     """The rows and the keys of a tile."""
     if threads <= FEW_THREADS:
         return Q_TILE, KV_TILE
-    larger = GROWTH * Q_TILE
-    tiles = heads * sum(ceil_div(sequence.seqlen_q, larger) for sequence in sequences)
-    return larger if 2 * tiles >= threads else Q_TILE, GROWTH * KV_TILE
+    higher = GROWTH * Q_TILE
+    tiles = heads * sum(ceil_div(sequence.seqlen_q, higher) for sequence in sequences)
+    return (higher, GROWTH * KV_TILE) if tiles >= threads else (Q_TILE, GROWTH**2 * KV_TILE)
 
 
 def _longest_row(x: Array) -> float:

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     offset: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute attention with the arguments of PyTorch's function of this name (torch 2.11 to 2.13).
+    """Compute attention with the arguments of PyTorch's function of this name (torch 2.11 to 2.14).
 
     The layout is (batch, heads, seqlen, head_dim), or the same without the batch. As in PyTorch, but nowhere
     else in cufa except `dot_product_attention`, the causal mask is aligned to the top-left corner: query i

@@ -134,6 +134,11 @@ class Sequence:
         """The number of queries."""
         return int(self.rows.stop - self.rows.start)
 
+    @property
+    def scores(self) -> int:
+        """The number of scores of a head."""
+        return self.seqlen_q * self.seqlen_k
+
     def queries(self, x: Array) -> Array:
         """Its part of q, out or their gradients: (seqlen_q, heads, dim)."""
         return self._part(x, self.rows)

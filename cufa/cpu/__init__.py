@@ -125,5 +125,5 @@ def attention_backward(
 
 
 def _threads(sequences: list[Sequence], heads: int) -> int:
-    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
+    scores = heads * sum(sequence.scores for sequence in sequences)
     return 1 if scores < PARALLEL_SCORES else min(most_threads(), scores // SCORES_OF_THREAD)

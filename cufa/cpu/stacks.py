@@ -66,7 +66,7 @@ def suit(q: Array, k: Array, rules: Rules, sequences: list[Sequence]) -> bool:
     many = heads > 1 if have_own_lengths(rules) else len(sequences) * kv_heads > 1
     if not many or kv_heads == 0:
         return False
-    scores = [heads // kv_heads * each.seqlen_q * each.seqlen_k for each in sequences]
+    scores = [heads // kv_heads * each.scores for each in sequences]
     most = MOST_SCORES if rules.window is None else MOST_SCORES // 2
     return min(scores, default=0) > 0 and max(scores) <= most
 
@@ -344,7 +344,7 @@ def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads
     """All heads in stacks; at least one stack per thread if there are enough sequences and KV heads."""
     heads, kv_heads = q.shape[-2], k.shape[-2]
     group, scratches = heads // kv_heads, _Scratches(compute_dtype(q))
-    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
+    scores = heads * sum(sequence.scores for sequence in sequences)
     most_scores = min(_most_scores(threads), scores // threads)
     if have_own_lengths(rules):
         for sequence in sequences:

@@ -402,15 +402,22 @@ class Problem:
         queries = ceil_div(self.seqlen_q, self.packed_sequences)
         return min(keys, left + queries + (keys if right is None else right))
 
+    @property
+    def queries_with_keys(self) -> int:
+        """The queries of a sequence that see a key; if packed, of equally long ones.
+
+        If keys are fewer, the first queries see none under a causal mask, or if the window ends.
+        """
+        queries, keys = (ceil_div(size, self.packed_sequences) for size in (self.seqlen_q, self.seqlen_k))
+        return queries if self.keys_after is None else min(queries, keys + self.keys_after)
+
     @cached_property
     def visible_scores(self) -> int:
         """How many (query, key) pairs of one head the causal mask or window admits.
 
         Packed sequences count as if all were equally long.
         """
-        left, right = self.features.window
-        if self.causal:
-            right = 0
+        (left, _), right = self.features.window, self.keys_after
         rows, keys = (size // self.packed_sequences for size in (self.seqlen_q, self.seqlen_k))
         end = rows + keys if right is None else keys - rows + right
         begin = -rows if left is None else keys - rows - left - 1
@@ -437,9 +444,14 @@ class Problem:
         return self.features.mask_of_keys and not self.range_mask
 
     @property
+    def keys_after(self) -> int | None:
+        """How many keys after the diagonal a row sees, by a causal mask or a window; None for all."""
+        return 0 if self.causal else self.features.window[1]
+
+    @property
     def hides_later_keys(self) -> bool:
-        """Whether a row sees no key after the diagonal, by a causal mask or by the window's end."""
-        return self.causal or self.features.window[1] == 0
+        """Whether a row sees no key after the diagonal."""
+        return self.keys_after == 0
 
     @property
     def product_dims(self) -> int:

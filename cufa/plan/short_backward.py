@@ -81,22 +81,22 @@ def is_short_if_wide(problem: Problem, device: Device) -> bool:
     heads = problem.batch * problem.heads
     tiles = heads // problem.packed_sequences * ceil_div(problem.seqlen_k, _WIDE_TILE_KEYS)
     most = _SHORT_IF_SHAPED if _is_shaped(problem) and tiles <= device.sm_count else _SHORT_IF_WIDE
-    if max(queries_with_keys(problem), _keys(problem)) <= most:
+    if max(problem.queries_with_keys, _keys(problem)) <= most:
         return True
     many_share = problem.group >= _MANY_SHARE and heads <= device.sm_count
     keys = problem.stated_most_keys
-    return many_share and keys <= _FEW_KEYS and queries_with_keys(problem) + keys <= _QUERIES_AND_KEYS
+    return many_share and keys <= _FEW_KEYS and problem.queries_with_keys + keys <= _QUERIES_AND_KEYS
 
 
 def _are_many(problem: Problem, device: Device) -> bool:
     """Whether there are so many that it is not necessary to know that none is longer."""
     many = problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
-    return many and max(queries_with_keys(problem), _keys(problem)) <= _SHORT
+    return many and max(problem.queries_with_keys, _keys(problem)) <= _SHORT
 
 
 def _is_whole(problem: Problem, device: Device) -> bool:
     """Whether blocks should have all keys of a KV head, and so dQ to themselves."""
-    queries, keys = queries_with_keys(problem), problem.stated_most_keys
+    queries, keys = problem.queries_with_keys, problem.stated_most_keys
     if keys > _WHOLE_KEYS:
         return False
     rows, blocks_of_sm = queries * problem.group, problem.batch * problem.kv_heads / device.sm_count
@@ -116,7 +116,7 @@ def _is_whole(problem: Problem, device: Device) -> bool:
 
 def _is_whole_if_wide(problem: Problem, device: Device) -> bool:
     """The same for wide heads."""
-    queries, keys = queries_with_keys(problem), problem.stated_most_keys
+    queries, keys = problem.queries_with_keys, problem.stated_most_keys
     if keys > _WHOLE_KEYS or _dims(problem) > _WIDE_DIM_OF_WHOLE:
         return False
     busy = problem.batch * problem.kv_heads >= device.sm_count or _is_shaped(problem)
@@ -131,9 +131,9 @@ def _is_whole_if_wider(problem: Problem, device: Device) -> bool:
         return False
     busy = heads_of_sm >= _BUSY_SMS
     if _is_shaped(problem):
-        return queries_with_keys(problem) <= _QUERIES_IF_SHAPED[busy]
+        return problem.queries_with_keys <= _QUERIES_IF_SHAPED[busy]
     few = keys <= _FEW_KEYS or (problem.causal and busy)
-    return few and heads_of_sm <= _MOST_HEADS_OF_SM and queries_with_keys(problem) <= _QUERIES_IF_WIDER[busy]
+    return few and heads_of_sm <= _MOST_HEADS_OF_SM and problem.queries_with_keys <= _QUERIES_IF_WIDER[busy]
 
 
 def _is_shaped(problem: Problem) -> bool:
@@ -152,7 +152,7 @@ def _has_few_rows(problem: Problem, device: Device) -> bool:
     """Whether rows are few; never if packed, as it is not known that no sequence has more."""
     if problem.features.packed:
         return False
-    queries = queries_with_keys(problem)
+    queries = problem.queries_with_keys
     rows = queries * problem.group
     masked = problem.features.key_mask
     tiles = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, _TILE_KEYS)
@@ -164,13 +164,6 @@ def _has_few_rows(problem: Problem, device: Device) -> bool:
     if rows <= _FEW_ROWS:
         return problem.features.score_mod is not None or masked or tiles <= few_tiles
     return queries <= _FEW_ROWS and (masked or tiles_of_heads <= few_tiles)
-
-
-def queries_with_keys(problem: Problem) -> int:
-    """Those of a sequence that see a key. Under a causal mask the first ones see none if keys are fewer."""
-    queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
-    after = 0 if problem.causal else problem.features.window[1]
-    return queries if after is None else min(queries, _keys(problem) + after)
 
 
 def _keys(problem: Problem) -> int:

@@ -11,7 +11,7 @@ from cufa.device import Device
 from cufa.integers import ceil_div, round_up
 from cufa.kernels import Kernel, kernel_named
 from cufa.plan.hopper import WGMMA_M
-from cufa.plan.short_backward import is_short, is_short_if_wide, queries_with_keys
+from cufa.plan.short_backward import is_short, is_short_if_wide
 from cufa.plan.wgmma_backward_tiles import PAIR_TILES
 from cufa.problem import MAX_HEAD_DIM, Problem
 
@@ -109,7 +109,7 @@ def _why_not_bwd_8(problem: Problem, device: Device) -> str | None:
 def _why_not_bwd_6_or_7(problem: Problem, device: Device) -> str | None:
     """Not for short sequences, nor where heads that share few keys are parted."""
     tf32, sequences = problem.features.tf32, problem.packed_sequences
-    queries, keys = queries_with_keys(problem), ceil_div(problem.seqlen_k, sequences)
+    queries, keys = problem.queries_with_keys, ceil_div(problem.seqlen_k, sequences)
     few = queries <= (_FEW_QUERIES_IN_TF32 if tf32 else _FEW_QUERIES_IN_HALVES)
     if few or max(queries, keys) <= _SHORT_IN_HALVES:
         return "is slower than the mma.sync rungs for sequences this short"

@@ -447,16 +447,27 @@ def test_short_heads_are_stacked(
     assert stacks.suit(problem.q, problem.k, rules, sequences) == (stacked and way == "stacks")
 
 
+def assert_every_head_is_in_one(parts: list[stacks._Stack], sequences: int, kv_heads: int) -> None:
+    taken = np.zeros((sequences, kv_heads), int)
+    for part in parts:
+        taken[part.sequences.numbers, part.kv_heads] += 1
+    assert (taken == 1).all()
+
+
+def packed_zeros(lengths: list[int], heads: int) -> tuple[Array, Rules]:
+    """Q, K or V of packed sequences, and their rules."""
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    rules = Rules(softmax_scale=1.0, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return np.zeros((starts[-1], heads, 8), np.float32), rules
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5, 8])
 def test_every_head_is_in_one_stack(threads: int) -> None:
     q, k = np.zeros((3, 50, 6, 8), np.float32), np.zeros((3, 40, 2, 8), np.float32)
     rules = Rules(softmax_scale=1.0)
     parts = list(stacks._stacks(rules.sequences(q, k), q, k, rules, threads))
-    taken = np.zeros((3, 2), int)
-    for part in parts:
-        taken[part.sequences.numbers, part.kv_heads] += 1
-    assert (taken == 1).all()
-    assert len(parts) >= min(threads, taken.size)
+    assert_every_head_is_in_one(parts, sequences=3, kv_heads=2)
+    assert len(parts) >= min(threads, 3 * 2)
 
 
 @pytest.mark.parametrize(("threads", "heads"), [(1, 1), (2, 4), (4, 4), (5, 16)])
@@ -471,14 +482,9 @@ def test_stacks_are_larger_for_many_threads(threads: int, heads: int, own_length
 @pytest.mark.parametrize("lengths", [[512], [16, 512, 100]], ids=str)
 @pytest.mark.parametrize("threads", [4, 5, 8])
 def test_stacks_of_packed_sequences_leave_no_thread_idle(threads: int, lengths: list[int]) -> None:
-    starts = np.cumsum([0, *lengths]).astype(np.int32)
-    q = np.zeros((starts[-1], 8, 16), np.float32)
-    rules = Rules(softmax_scale=1.0, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    q, rules = packed_zeros(lengths, heads=8)
     parts = list(stacks._stacks(rules.sequences(q, q), q, q, rules, threads))
-    taken = np.zeros((len(lengths), 8), int)
-    for part in parts:
-        taken[part.sequences.numbers, part.kv_heads] += 1
-    assert (taken == 1).all()
+    assert_every_head_is_in_one(parts, len(lengths), kv_heads=8)
     assert sum(part.alike.rows == 512 for part in parts) >= threads
 
 
@@ -511,9 +517,7 @@ def test_threads_are_no_more_than_have_work(
 def test_tiles_are_larger_for_many_threads(
     lengths: list[int], heads: int, threads: int, sizes: tuple[int, int]
 ) -> None:
-    starts = np.cumsum([0, *lengths]).astype(np.int32)
-    q = np.zeros((starts[-1], heads, 8), np.float32)
-    rules = Rules(softmax_scale=1.0, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    q, rules = packed_zeros(lengths, heads)
     shares = list(tiles._shares(rules.sequences(q, q), rules, q, q, q, threads))
     rows = {tile.stop - tile.start for share in shares for _, tile in share.tiles}
     assert (max(rows), {share.kv_tile for share in shares}) == (sizes[0], {sizes[1]})

@@ -804,6 +804,13 @@ def test_short_sequences_go_to_small_blocks(call, kernel):
     assert best_kernel(call, H200).name == kernel
 
 
+def sized(sizes, *, causal=False, **features):
+    """A call of batch, seqlen_q, seqlen_k, heads, kv_heads and head dim."""
+    *lengths_and_heads, dim = sizes
+    call = Problem("backward", "bfloat16", *lengths_and_heads, dim, dim)
+    return replace(call, causal=causal, features=Features(**features))
+
+
 ADDS_ONE = ScoreMod(lambda score, b, h, q_idx, kv_idx: score + 1).written
 
 
@@ -835,11 +842,7 @@ ADDS_ONE = ScoreMod(lambda score, b, h, q_idx, kv_idx: score + 1).written
     ],
 )
 def test_what_limits_short_calls_go_by(sizes, features, kernel):
-    batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
-    call = Problem("backward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
-    others = {name: value for name, value in features.items() if name != "causal"}
-    call = replace(call, causal="causal" in features, features=Features(**others))
-    assert best_kernel(call, H200).name == kernel
+    assert best_kernel(sized(sizes, **features), H200).name == kernel
 
 
 @pytest.mark.parametrize(("batch", "kernel"), [(2, "bwd_3_mma"), (3, PAIR)])
@@ -903,11 +906,11 @@ def test_short_heads_of_all_sequences_count(batch, kernel, packed):
 )
 def test_the_fastest_rung_of_few_queries_or_keys(sizes, feature, kernel):
     """As measured on an H200."""
-    batch, seqlen_q, seqlen_k, heads, kv_heads, dim = sizes
-    call = Problem("backward", "bfloat16", batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim)
-    call = replace(call, causal=feature == "causal")
-    if feature == "mask":
-        call = replace(call, features=Features(mask=(batch, 1, seqlen_q, seqlen_k)))
-    elif feature == "softcap":
-        call = replace(call, features=Features(softcap=True))
-    assert best_kernel(call, H200).name == kernel
+    batch, seqlen_q, seqlen_k, *_ = sizes
+    of_feature = {
+        "none": {},
+        "causal": {"causal": True},
+        "softcap": {"softcap": True},
+        "mask": {"mask": (batch, 1, seqlen_q, seqlen_k)},
+    }
+    assert best_kernel(sized(sizes, **of_feature[feature]), H200).name == kernel
